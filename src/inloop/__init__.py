@@ -1,0 +1,23 @@
+"""inloop learns the data distribution while the model trains, from the alignment of per-example gradients."""
+
+# exact per-example gradient alignment
+from inloop.alignment import alignment_rule as alignment_rule
+from inloop.alignment import capture as capture
+
+# what everything raises
+from inloop.errors import InloopError as InloopError
+
+# learning a distribution while a model trains
+from inloop.learner import InLoop as InLoop
+
+# drawing batches
+from inloop.mixture import Mixture as Mixture
+
+# distributions over per-example choices
+from inloop.policies import Bernoulli as Bernoulli
+from inloop.policies import Categorical as Categorical
+from inloop.policies import MixturePolicy as MixturePolicy
+from inloop.policies import Policy as Policy
+from inloop.policies import Product as Product
+
+__version__ = "0.1.0"

@@ -1,0 +1,103 @@
+"""The exact fallback, for any module that no rule covers: LSTM, MultiheadAttention, a user's own.
+
+The module and everything below it is replayed as one function f at the parameters, buffers and random state of
+step t. Give every example a weight, w_i = 1. What the module receives as its gradient is then
+``J^T (w ⊙ dout)``, linear in w, and its dot product with the direction has the contributions as its derivative:
+
+    c_i = d/dw_i <J^T (w ⊙ dout), g> = <dout_i, (J g)_i>
+
+It uses reverse mode only, since that is what defined the module's gradient in training: forward mode would see
+through ``torch.no_grad`` and past the backward of a custom function. Cost: about one forward and two backward passes
+of the module. Where an operation has no second derivative, one backward pass for each example gives the same numbers.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from inloop.alignment.call import LayerCall, tensors_in
+from inloop.alignment.rules import Rule
+
+
+def align_black_box(call: LayerCall, direction: Mapping[str, Tensor]) -> Tensor:
+    """Contributions through a module of unknown form; see the module docstring."""
+    wanted = list(call.parameter_names)
+    with _as_in_step_t(call), torch.enable_grad():
+        parameters = {
+            name: value.detach().requires_grad_(name in call.parameter_names)
+            for name, value in call.layer.named_parameters(remove_duplicate=False)
+        }
+        out = tensors_in(call.run(parameters))[call.output_index]
+        inputs, directions = [parameters[name] for name in wanted], [direction[name] for name in wanted]
+        try:
+            contributions = _derivative_by_example_weight(call, out, inputs, directions)
+        except RuntimeError:  # some operation has no second derivative
+            contributions = None
+        return contributions if contributions is not None else _one_backward_per_example(call, out, inputs, directions)
+
+
+def _derivative_by_example_weight(
+    call: LayerCall, out: Tensor, inputs: list[Tensor], directions: list[Tensor]
+) -> Tensor | None:
+    weights_N = torch.ones(call.num_examples, dtype=call.dout.dtype, device=call.dout.device, requires_grad=True)
+    weighted = (call.dout.movedim(call.batch_axis, -1) * weights_N).movedim(-1, call.batch_axis)
+    gradients = torch.autograd.grad(out, inputs, weighted, create_graph=True, retain_graph=True, allow_unused=True)
+    alignment = _dot(gradients, directions)
+    if not alignment.requires_grad:
+        return None
+    (contributions_N,) = torch.autograd.grad(alignment, weights_N, retain_graph=True)
+    # Linear in w, so the parts must add up; a backward that hides part of itself from autograd fails this.
+    tolerance = 1e3 * torch.finfo(weights_N.dtype).eps * contributions_N.abs().sum()
+    return contributions_N if (contributions_N.sum() - alignment).abs() <= tolerance else None
+
+
+def _one_backward_per_example(call: LayerCall, out: Tensor, inputs: list[Tensor], directions: list[Tensor]) -> Tensor:
+    contributions = []
+    for example in range(call.num_examples):
+        alone = torch.zeros_like(call.dout)
+        alone.select(call.batch_axis, example).copy_(call.dout.select(call.batch_axis, example))
+        contributions.append(
+            _dot(torch.autograd.grad(out, inputs, alone, retain_graph=True, allow_unused=True), directions)
+        )
+    return torch.stack(contributions).detach() if contributions else call.dout.new_zeros(0)
+
+
+def _dot(gradients: tuple[Tensor | None, ...], directions: list[Tensor]) -> Tensor:
+    pairs = zip(gradients, directions, strict=True)
+    dense = [(g.to_dense() if g.is_sparse else g, d) for g, d in pairs if g is not None]
+    zero = torch.zeros((), dtype=directions[0].dtype, device=directions[0].device)
+    return sum(((g * d).sum() for g, d in dense), start=zero)
+
+
+@contextmanager
+def _as_in_step_t(call: LayerCall) -> Iterator[None]:
+    """Step t's random numbers, and kernels that can be differentiated twice."""
+    devices = [torch.device(name) for name in call.random_state if name != "cpu"]
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=devices, device_type=devices[0].type if devices else "cuda"))
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+        restore_random_state(call.random_state)
+        yield
+
+
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """The state of the generators that a module on ``device`` may draw from."""
+    state = {"cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        state[str(device)] = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def restore_random_state(state: Mapping[str, Tensor]) -> None:
+    for name, value in state.items():
+        if name == "cpu":
+            torch.set_rng_state(value)
+        else:
+            torch.get_device_module(torch.device(name)).set_rng_state(value, torch.device(name))
+
+
+BLACK_BOX = Rule(align_black_box, parameters=frozenset(), example_dims=lambda module: 0, when=lambda module: True)

@@ -1,0 +1,123 @@
+"""One recorded call of a layer, ``out = f(x; θ_t)``, with the gradient that came back for ``out``.
+
+It is all that is needed to run the layer again later, with any other parameters, exactly as in step t.
+Axes: N examples; ``...`` whatever else the output has.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from inloop.alignment.twin import make_twin
+from inloop.errors import OverwrittenTensorError
+
+if TYPE_CHECKING:
+    from inloop.alignment.rules import Rule
+
+
+@dataclass(frozen=True, slots=True)
+class Autocast:
+    """The mixed-precision state of one moment, to be entered again later."""
+
+    device: str
+    enabled: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def current(cls, device: str) -> "Autocast":
+        return cls(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+
+    def again(self) -> torch.autocast:
+        return torch.autocast(self.device, dtype=self.dtype, enabled=self.enabled, cache_enabled=False)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCall:
+    """One call of a layer and, once the backward pass has been there, the gradient of one of its outputs.
+
+    Attributes:
+        name: Where the layer stands in the model.
+        layer: A twin of the layer as it was in step t: flags, buffers and (for a black box) parameters.
+        parameter_names: The layer's trainable parameters: name in the layer -> name in the model.
+        batch: Which micro-batch of the step the call belongs to.
+        random_state: The random state before the call, by device; kept for black boxes only.
+        output_index: Which of the layer's output tensors ``dout`` belongs to.
+        batch_axis: The axis of ``dout`` that counts examples.
+    """
+
+    name: str
+    layer: nn.Module
+    rule: "Rule"
+    parameter_names: Mapping[str, str]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    autocast: Autocast
+    batch: int = 0
+    random_state: Mapping[str, Tensor] = field(default_factory=dict)
+    output_index: int = 0
+    batch_axis: int = 0
+    dout: Tensor = field(default_factory=lambda: torch.empty(0))
+    versions: tuple[int, ...] = ()
+
+    def with_gradient(self, dout: Tensor, output_index: int, batch_axis: int) -> "LayerCall":
+        return replace(
+            self,
+            dout=dout,
+            output_index=output_index,
+            batch_axis=batch_axis,
+            versions=(*self.versions, dout._version),
+        )
+
+    @property
+    def num_examples(self) -> int:
+        return self.dout.shape[self.batch_axis]
+
+    def align(self, direction: Mapping[str, Tensor | None]) -> Tensor:
+        """``<dout_i, J_θ f(x; θ_t)[direction]_i>`` for every example i; missing entries of ``direction`` are zero."""
+        self._refuse_overwritten_tensors()
+        complete: dict[str, Tensor] = {}
+        for name, parameter in self.layer.named_parameters(remove_duplicate=False):
+            given = direction.get(name)
+            complete[name] = torch.zeros_like(parameter) if given is None else given
+        with torch.no_grad():
+            return self.rule.align(self, complete)
+
+    def run(self, parameters: Mapping[str, Tensor], **attributes: object) -> Any:
+        """Call the layer as in step t, but with ``parameters``; ``attributes`` override the layer's own."""
+        twin = make_twin(self.layer, parameters)
+        twin.__dict__.update(attributes)
+        with self.autocast.again():
+            return twin(*self.args, **self.kwargs)
+
+    def dot(self, out: Tensor) -> Tensor:
+        """``<dout_i, out_i>`` for every example; half precisions are accumulated in float32."""
+        dtype = torch.promote_types(torch.promote_types(self.dout.dtype, out.dtype), torch.float32)
+        product = self.dout.to(dtype) * out.to(dtype)
+        return product.movedim(self.batch_axis, 0).flatten(start_dim=1).sum(dim=1) if product.dim() > 1 else product
+
+    def _refuse_overwritten_tensors(self) -> None:
+        now = (*versions_of((self.args, self.kwargs)), self.dout._version)
+        if now != self.versions:
+            raise OverwrittenTensorError(
+                f"A tensor recorded at layer '{self.name}' ({type(self.layer).__name__}) was changed in place before it "
+                "was used. Recorded tensors must keep their values until the next step has paid for them. "
+                "Fix: do not write into a batch that was already trained on, or pass copy_inputs=True."
+            )
+
+
+def detached(tree: Any, copy: bool) -> Any:
+    """The same nest of arguments with every tensor cut from its graph (and cloned if ``copy``)."""
+    return tree_map_only(Tensor, lambda t: t.detach().clone() if copy else t.detach(), tree)
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
+
+
+def versions_of(tree: Any) -> tuple[int, ...]:
+    """How often torch has written into each tensor; a detached tensor shares the count of its original."""
+    return tuple(tensor._version for tensor in tensors_in(tree))

@@ -1,0 +1,220 @@
+"""Recording: forward hooks that put a hook on each layer's output, which writes to a tape when the gradient arrives.
+
+The closure of that output hook owns the layer's input until then. So a forward pass under ``no_grad``, in evaluation, or
+one that is never differentiated leaves nothing, and an in-place activation after the layer does no harm.
+Nothing is written on the user's modules; hooks in a copy of the model do nothing.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils.hooks import RemovableHandle
+
+from inloop.alignment.black_box import BLACK_BOX, random_state
+from inloop.alignment.call import Autocast, LayerCall, detached, tensors_in, versions_of
+from inloop.alignment.direction import gradients_of
+from inloop.alignment.plan import LayerFilter, Site, make_plan
+from inloop.alignment.tape import Reduction, Tape
+from inloop.alignment.twin import make_twin
+from inloop.errors import UnsupportedLayerError
+
+
+@contextmanager
+def capture(
+    model: nn.Module,
+    reduction: Reduction = "mean",
+    layers: LayerFilter | None = None,
+    *,
+    batchnorm_affine: bool = False,
+    copy_inputs: bool = False,
+    verify: bool = False,
+) -> Iterator[Tape]:
+    """Record one forward and backward pass, to align its examples with any direction afterwards.
+
+    Args:
+        model: Any module; the first axis of its layers' inputs counts the examples.
+        reduction: How the loss that is back-propagated reduces over examples, "mean" or "sum".
+        layers: Which layers count: names (each with all below it) or a predicate on (name, module); None for all.
+        batchnorm_affine: Whether BatchNorm's own weight and bias count (the paper's authors left them out).
+        copy_inputs: Keep copies of the layers' inputs, for writers that torch cannot see.
+        verify: Check at the end that the examples add up to every ``p.grad`` (which must have been empty before).
+
+    Raises:
+        UnsupportedLayerError: If a layer with trainable parameters cannot be aligned exactly.
+        VerificationError: With ``verify``, if a parameter's gradient is not the sum of the recorded examples.
+
+    Example:
+        >>> model = nn.Linear(2, 1, bias=False)
+        >>> x = torch.tensor([[1.0, 0.0], [0.0, 2.0]])
+        >>> with capture(model, reduction="sum") as tape:
+        ...     model(x).sum().backward()
+        >>> tape.align({"weight": torch.tensor([[1.0, 10.0]])})
+        tensor([ 1., 20.])
+    """
+    recorder = Recorder(model, layers, batchnorm_affine=batchnorm_affine, copy_inputs=copy_inputs)
+    try:
+        tape = recorder.start(reduction)
+        yield tape
+        recorder.stop()
+        if verify:
+            tape.verify(gradients_of(model))
+    finally:
+        recorder.remove()
+
+
+class Recorder:
+    """The hooks on one model, and the tape that they write to at the moment (None: they do nothing)."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: LayerFilter | None = None,
+        *,
+        batchnorm_affine: bool = False,
+        copy_inputs: bool = False,
+    ) -> None:
+        self.copy_inputs = copy_inputs
+        self.tape: Tape | None = None
+        self.plan = make_plan(model, layers, batchnorm_affine)
+        handles: list[RemovableHandle] = []
+        # A recorder that is simply forgotten takes its hooks along: they know it only weakly.
+        self.remove_hooks = weakref.finalize(self, _remove_all, handles)
+        for site in self.plan.sites:
+            before, after = _BeforeForward(self, site), _AfterForward(self, site)
+            if site.rule is BLACK_BOX:
+                handles.append(site.module.register_forward_pre_hook(before))
+            # First in line, to see the layer's own output and not what the user's hooks make of it.
+            handles.append(site.module.register_forward_hook(after, prepend=True, with_kwargs=True))
+
+    def start(self, reduction: Reduction) -> Tape:
+        """Let a new tape record from here on."""
+        self.stop()
+        self.tape = Tape(self.plan, reduction)
+        return self.tape
+
+    def stop(self) -> None:
+        """Record nothing more on the current tape, also of backward passes still to come."""
+        if self.tape is not None:
+            self.tape.close()
+        self.tape = None
+
+    def remove(self) -> None:
+        self.stop()
+        self.remove_hooks()
+
+
+def _remove_all(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def _do_nothing(*_: object) -> None:
+    """What stands in for a hook in copies of the model."""
+
+
+def _hook_of_a_copy() -> object:
+    return _do_nothing
+
+
+class _Hook:
+    """A hook of one recorder on one module. Copies of the module, by deepcopy or pickle, get one that does nothing."""
+
+    def __init__(self, recorder: Recorder, site: Site) -> None:
+        self.recorder = weakref.ref(recorder)
+        self.site = site
+
+    def __deepcopy__(self, memo: object) -> object:
+        return _do_nothing
+
+    def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
+        return _hook_of_a_copy, ()
+
+    def tape(self) -> Tape | None:
+        recorder = self.recorder()
+        return recorder.tape if recorder is not None and torch.is_grad_enabled() else None
+
+
+class _BeforeForward(_Hook):
+    """Keeps, for a black box, what its forward pass may change or consume: parameters, buffers, random state."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        tape = self.tape()
+        if tape is None or not self.site.trainable():
+            return
+        coupled = [
+            name for name, child in module.named_modules() if name and isinstance(child, _BatchNorm) and child.training
+        ]
+        if coupled:
+            raise UnsupportedLayerError(
+                f"'{self.site.name}' ({type(module).__name__}) owns parameters directly, so it is aligned as a whole, but it "
+                f"contains BatchNorm in training mode ('{coupled[0]}'), which mixes its examples. Fix: move the parameters "
+                "into a small module of their own, put BatchNorm in eval mode, or leave the module out with layers=."
+            )
+        parameters = {n: p.detach().clone() for n, p in module.named_parameters(remove_duplicate=False)}
+        device = next(iter(parameters.values())).device
+        tape.black_box_state[self.site.name] = make_twin(module, parameters), random_state(device)
+
+
+class _AfterForward(_Hook):
+    """Waits on the layer's output for its gradient."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        tape, site = self.tape(), self.site
+        outputs = tensors_in(output)
+        if tape is None or not any(out.requires_grad for out in outputs):
+            return
+        trainable = site.trainable()
+        if not trainable:
+            return
+        recorder = self.recorder()
+        assert recorder is not None
+        self._refuse_unbatched(module, (args, kwargs))
+        if site.rule is BLACK_BOX:
+            if site.name not in tape.black_box_state:
+                raise UnsupportedLayerError(
+                    f"'{site.name}' ({type(module).__name__}) calls itself in its own forward pass, which cannot be replayed. "
+                    "Fix: split the recursion into separate modules, or leave it out with layers=."
+                )
+            layer, randomness = tape.black_box_state.pop(site.name)
+        else:
+            layer, randomness = make_twin(module, {n: p for n, p in module._parameters.items() if p is not None}), {}
+        args, kwargs = detached((args, kwargs), recorder.copy_inputs)
+        call = LayerCall(
+            name=site.name,
+            layer=layer,
+            rule=site.rule,
+            parameter_names=trainable,
+            args=args,
+            kwargs=kwargs,
+            autocast=Autocast.current(outputs[0].device.type),
+            batch=tape.batch,
+            random_state=randomness,
+            versions=versions_of((args, kwargs)),
+        )
+        for index, out in enumerate(outputs):
+            if out.requires_grad:
+                out.register_hook(tape.writer(call, index, _batch_axis(module, index)))  # type: ignore[no-untyped-call]
+
+    def _refuse_unbatched(self, module: nn.Module, inputs: Any) -> None:
+        tensors = tensors_in(inputs)
+        dims = self.site.rule.example_dims(module) + (
+            2 if isinstance(module, (nn.RNNBase, nn.MultiheadAttention)) else 0
+        )
+        packed = any(isinstance(value, PackedSequence) for value in inputs[0])
+        if packed or (tensors and tensors[0].dim() <= dims):
+            got = "a packed sequence" if packed else f"an input of shape {tuple(tensors[0].shape)}"
+            raise UnsupportedLayerError(
+                f"'{self.site.name}' ({type(module).__name__}) was called with {got}; one axis more than the {dims} of a single "
+                "example is needed, examples first. Fix: pass a padded batch, x.unsqueeze(0) for a single example."
+            )
+
+
+def _batch_axis(module: nn.Module, output_index: int) -> int:
+    """Axis of the examples: the first, but for the final states of a recurrent layer, [layers, N, features]."""
+    return 1 if isinstance(module, nn.RNNBase) and output_index > 0 else 0

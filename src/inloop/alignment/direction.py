@@ -1,0 +1,63 @@
+"""A direction is one tensor for each trainable parameter of a model, by name. This checks a user's."""
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+
+import torch
+from torch import Tensor, nn
+
+from inloop.errors import DirectionError
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
+    """The direction that a backward pass has left: ``.grad`` of every trainable parameter, by name."""
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def resolve_direction(
+    direction: Mapping[str, Tensor | None],
+    aliases: Mapping[str, str],
+    shapes: Mapping[str, torch.Size],
+    needed: set[str],
+) -> dict[str, Tensor | None]:
+    """Bring a direction to canonical names, dense; None stays None and means zero.
+
+    Args:
+        aliases: Every name of every parameter of the model -> its canonical name.
+        shapes: Canonical name -> shape.
+        needed: Canonical names that must be there.
+
+    Raises:
+        DirectionError: On an unknown, missing, mis-shaped or contradictory entry.
+    """
+    resolved: dict[str, Tensor | None] = {}
+    for name, value in direction.items():
+        if name not in aliases:
+            close = get_close_matches(name, aliases, n=1)
+            hint = f" Did you mean '{close[0]}'?" if close else ""
+            raise DirectionError(f"The direction has an entry '{name}', which is no parameter of the model.{hint}")
+        canonical = aliases[name]
+        if value is not None and value.shape != shapes[canonical]:
+            raise DirectionError(
+                f"The direction's entry '{name}' has shape {tuple(value.shape)}; the parameter has {tuple(shapes[canonical])}."
+            )
+        dense = value.to_dense() if value is not None and value.is_sparse else value
+        if canonical in resolved and not _same(resolved[canonical], dense):
+            raise DirectionError(
+                f"The direction gives the tied parameter '{canonical}' twice, the second time as '{name}', with different "
+                "values. Fix: give it once."
+            )
+        resolved[canonical] = None if dense is None else dense.detach()
+    missing = sorted(needed - resolved.keys())
+    if missing:
+        raise DirectionError(
+            f"The direction has no entry for {len(missing)} trainable parameter(s), the first is '{missing[0]}'. "
+            "Fix: give all of them (None for a zero), as in {name: p.grad for name, p in model.named_parameters()}."
+        )
+    return resolved
+
+
+def _same(first: Tensor | None, second: Tensor | None) -> bool:
+    if first is None or second is None:
+        return first is second
+    return first is second or torch.equal(first, second)

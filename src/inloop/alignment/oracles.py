@@ -1,0 +1,127 @@
+"""Two slow and obvious ways to the same rewards, to check the engine, or a model of your own, against.
+
+Where examples do not interact both are equal. BatchNorm in training mode couples the examples of a batch, and then there
+are two decompositions of the batch gradient, both adding up to it: by *loss*, the gradient of example i's loss through
+the whole batch; and by *path*, what flows through example i's own activations. The paper's reward, and the engine's, is
+the second. Neither oracle shares code with the engine's rules.
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from inloop.alignment.plan import canonical_names
+from inloop.errors import UsageError
+
+Direction = Mapping[str, Tensor | None]
+
+
+def align_by_loss(model: nn.Module, losses_N: Tensor, direction: Direction) -> Tensor:
+    """``<∇l_i, direction>`` by one backward pass for each example.
+
+    Args:
+        losses_N: The loss of each example, with its graph, as from ``F.cross_entropy(model(x), y, reduction="none")``.
+        direction: A tensor or None (zero) for every parameter that counts, by name; parameters without an entry do not.
+
+    Example:
+        >>> model = nn.Linear(2, 1, bias=False)
+        >>> losses = model(torch.tensor([[1.0, 0.0], [0.0, 2.0]])).squeeze(1)
+        >>> align_by_loss(model, losses, {"weight": torch.tensor([[1.0, 10.0]])})
+        tensor([ 1., 20.])
+    """
+    if losses_N.dim() != 1:
+        raise UsageError(
+            f"losses_N has shape {tuple(losses_N.shape)}; one loss for each example is needed: reduction='none'."
+        )
+    parameters, directions = _counted(model, direction)
+    rewards = []
+    for loss in losses_N:
+        gradients = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+        rewards.append(sum((_dense(g) * d).sum() for g, d in zip(gradients, directions, strict=True) if g is not None))
+    return torch.stack([torch.as_tensor(r, dtype=losses_N.dtype) for r in rewards]) if rewards else losses_N.detach()
+
+
+def align_by_path(
+    model: nn.Module, batch_loss: Callable[[nn.Module], Tensor], direction: Direction, reduction: str = "mean"
+) -> Tensor:
+    """Give each example its own copy of the weights, differentiate the batch loss by the copies, and dot them.
+
+    Works with BatchNorm in training mode. Every layer that owns parameters is called once for each example, on that
+    example's rows, so this takes N times the memory of the model: use it on small models. Layers that own parameters must
+    keep examples on the first axis of inputs and output; dropout inside them is not replayed.
+
+    Args:
+        batch_loss: Computes the loss of the batch with the model that it is given, e.g.
+            ``lambda model: F.cross_entropy(model(x), y)``.
+        direction: As in :func:`align_by_loss`.
+        reduction: "mean" or "sum", how ``batch_loss`` reduces.
+    """
+    replica = copy.deepcopy(model)
+    names = canonical_names(replica)
+    parameters = dict(replica.named_parameters())
+    copies: dict[str, Tensor] = {}
+
+    def own_copy(name: str, num_examples: int) -> Tensor:
+        """[N, ...]: the same values for each example; a tied parameter has one copy under all its names."""
+        if name not in copies:
+            value = parameters[name].detach()
+            copies[name] = value.expand(num_examples, *value.shape).clone().requires_grad_()
+        return copies[name]
+
+    for path, module in list(replica.named_modules()):
+        own = {
+            local: names[f"{path}.{local}" if path else local]
+            for local, p in module._parameters.items()
+            if p is not None
+        }
+        if own:
+            # On our own replica only: the user's model is never touched.
+            module.forward = _forward_per_example(copy.deepcopy(module), own, own_copy)
+    loss = batch_loss(replica)
+    counted = [name for name in copies if direction.get(name) is not None]
+    gradients = torch.autograd.grad(loss, [copies[name] for name in counted], allow_unused=True)
+    num_examples = len(next(iter(copies.values())))
+    total = torch.zeros(num_examples, dtype=loss.dtype, device=loss.device)
+    for name, gradient in zip(counted, gradients, strict=True):
+        value = direction[name]
+        if gradient is not None and value is not None:
+            total = total + (gradient * _dense(value)).flatten(start_dim=1).sum(dim=1)
+    return total * num_examples if reduction == "mean" else total
+
+
+def _forward_per_example(
+    layer: nn.Module, own: Mapping[str, str], own_copy: Callable[[str, int], Tensor]
+) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        num_examples = len(args[0])
+        copies = {local: own_copy(name, num_examples) for local, name in own.items()}
+        if isinstance(layer, _BatchNorm):  # normalise together, scale and shift each by its own
+            plain = functional_call(
+                layer, {"weight": torch.ones_like(layer.weight), "bias": torch.zeros_like(layer.bias)}, args
+            )
+            shape = (num_examples, -1, *[1] * (plain.dim() - 2))
+            return plain * copies["weight"].reshape(shape) + copies["bias"].reshape(shape)
+        outputs = []
+        for i in range(num_examples):
+            rows = [a[i : i + 1] if isinstance(a, Tensor) and len(a) == num_examples else a for a in args]
+            outputs.append(
+                functional_call(layer, {local: values[i] for local, values in copies.items()}, tuple(rows), kwargs)
+            )
+        return torch.cat(outputs)
+
+    return forward
+
+
+def _counted(model: nn.Module, direction: Direction) -> tuple[list[Tensor], list[Tensor]]:
+    pairs = [(p, direction.get(name)) for name, p in model.named_parameters() if p.requires_grad]
+    counted = [(p, _dense(d)) for p, d in pairs if d is not None]
+    return [p for p, _ in counted], [d for _, d in counted]
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor.to_dense() if tensor.is_sparse else tensor

@@ -1,0 +1,119 @@
+"""The one formula of the engine, and the table of layers it is exact for.
+
+The contribution of example i to a direction g through one call ``out = f(x; θ)`` is ``<dout_i, J_θ f(x; θ)[g]_i>``.
+
+* f linear in its parameters: ``J[g] = f(x; g)``. Run the layer with the direction as its weights and dot the result
+  with the output gradient. The paper's Lemma 2 (Linear) and Lemma 3 (convolution) are this one fact.
+* f affine in its parameters: ``J[g] = f(x; g) - f(x; 0)``.
+
+No per-example gradient is formed and no input is unfolded. Which torch layers are which stands in ``layers.py``.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from inloop.alignment.call import LayerCall
+
+AlignFunction = Callable[[LayerCall, Mapping[str, Tensor]], Tensor]
+
+
+def linear_in_parameters(call: LayerCall, direction: Mapping[str, Tensor]) -> Tensor:
+    """``<dout_i, f(x; g)_i>``."""
+    return call.dot(call.run(direction))
+
+
+def affine_in_parameters(call: LayerCall, direction: Mapping[str, Tensor]) -> Tensor:
+    """``<dout_i, f(x; g)_i - f(x; 0)_i>``."""
+    zero = {name: torch.zeros_like(value) for name, value in direction.items()}
+    return call.dot(call.run(direction) - call.run(zero))
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How the calls of a type of layer are aligned.
+
+    Attributes:
+        align: ``(call, direction) -> contributions_N``.
+        parameters: All parameters that the layer may own; with others the rule does not apply.
+        example_dims: How many axes of the input belong to one example; an input without one more is not batched.
+        when: A further condition on the layer.
+    """
+
+    align: AlignFunction
+    parameters: frozenset[str]
+    example_dims: Callable[[nn.Module], int]
+    when: Callable[[nn.Module], bool]
+
+
+_RULES: dict[type[nn.Module], Rule] = {}
+
+
+def alignment_rule(
+    *layer_types: type[nn.Module],
+    parameters: tuple[str, ...] = ("weight", "bias"),
+    example_dims: Callable[[nn.Module], int] | int = 1,
+    when: Callable[[nn.Module], bool] = lambda layer: True,
+) -> Callable[[AlignFunction], AlignFunction]:
+    """Register how layers of these types are aligned; use it as a decorator or on a ready-made function.
+
+    Args:
+        parameters: The names of all parameters that the layer owns directly.
+        example_dims: How many axes of the first input belong to one example, or a function of the layer.
+        when: A further condition on the layer; where it is false the exact but slower fallback is used.
+
+    Example:
+        A layer that is linear in its parameters needs no code of its own:
+
+        >>> class Scale(nn.Module):
+        ...     def __init__(self, features):
+        ...         super().__init__()
+        ...         self.scale = nn.Parameter(torch.ones(features))
+        ...     def forward(self, x):
+        ...         return x * self.scale
+        >>> _ = alignment_rule(Scale, parameters=("scale",))(linear_in_parameters)
+    """
+
+    def register(function: AlignFunction) -> AlignFunction:
+        dims = example_dims if callable(example_dims) else lambda layer: example_dims
+        for layer_type in layer_types:
+            _RULES[layer_type] = Rule(function, frozenset(parameters), dims, when)
+        return function
+
+    return register
+
+
+def rule_for(layer: nn.Module) -> Rule | None:
+    """The rule of the layer's type, if the layer really behaves like its type; None otherwise.
+
+    That is: nothing of its type's behaviour is overridden, no parametrization stands between parameter and weight
+    (weight_norm keeps Linear's forward!), and it owns no parameter that the rule does not know.
+    """
+    layer_type = next((known for known in type(layer).__mro__ if known in _RULES), None)
+    if layer_type is None or is_parametrized(layer) or not _keeps_behaviour(type(layer), layer_type):
+        return None
+    rule = _RULES[layer_type]
+    own = {name for name, value in layer._parameters.items() if value is not None}
+    return rule if own <= rule.parameters and not _has_children_with_parameters(layer) and rule.when(layer) else None
+
+
+def _has_children_with_parameters(layer: nn.Module) -> bool:
+    return any(next(child.parameters(), None) is not None for child in layer.children())
+
+
+_HARMLESS_OVERRIDES = frozenset({"__init__", "__repr__", "extra_repr", "reset_parameters", "__doc__", "__module__"})
+
+
+def _keeps_behaviour(layer_type: type[nn.Module], rule_type: type[nn.Module]) -> bool:
+    """Whether no class between the layer's type and the rule's overrides anything that the rule's type has."""
+    subclasses = layer_type.__mro__[: layer_type.__mro__.index(rule_type)]
+    overridden = {
+        name
+        for subclass in subclasses
+        for name, value in vars(subclass).items()
+        if callable(value) or isinstance(value, property)
+    }
+    return not (overridden & set(dir(rule_type))) - _HARMLESS_OVERRIDES

@@ -1,0 +1,58 @@
+"""A stateless twin of a layer: the same computation, with other parameters and no side effects.
+
+``torch.func.functional_call`` on the user's own layer is not enough here: it fires the user's hooks, moves
+BatchNorm's running statistics, and with sharded layers silently computes with the real weights. A twin is a
+shallow copy with its own parameter table, cloned buffers and no hooks, so nothing reaches the original.
+"""
+
+from collections import OrderedDict
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+
+_HOOK_TABLES = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
+def make_twin(module: nn.Module, parameters: Mapping[str, Tensor], prefix: str = "") -> nn.Module:
+    """Copy ``module`` and its children, without their storage, and give the copy ``parameters``.
+
+    Args:
+        parameters: One tensor for each parameter below ``module``, by its name relative to it. Aliases of a tied
+            parameter have an entry each.
+        prefix: Where ``module`` stands in those names.
+    """
+    twin: nn.Module = object.__new__(type(module))
+    # Written through __dict__, since nn.Module.__setattr__ would insist on nn.Parameter.
+    state = twin.__dict__
+    state.update(module.__dict__)
+    for table in _HOOK_TABLES:
+        state[table] = OrderedDict()
+    state["_forward_pre_hooks"] = _reparametrizing_hooks(module)
+    state["_parameters"] = {
+        name: None if value is None else parameters[prefix + name] for name, value in module._parameters.items()
+    }
+    state["_buffers"] = {name: None if value is None else value.clone() for name, value in module._buffers.items()}
+    state["_modules"] = {
+        name: None if child is None else make_twin(child, parameters, f"{prefix}{name}.")
+        for name, child in module._modules.items()
+    }
+    if isinstance(twin, nn.RNNBase):  # reads its weights from a list beside the parameter table
+        state["_flat_weights"] = [getattr(twin, name, None) for name in twin._flat_weights_names]
+    return twin
+
+
+def _reparametrizing_hooks(module: nn.Module) -> "OrderedDict[int, object]":
+    """The hooks that are part of the computation: the older weight_norm and spectral_norm set ``weight`` in one."""
+    return OrderedDict(
+        (key, hook) for key, hook in module._forward_pre_hooks.items() if isinstance(hook, (WeightNorm, SpectralNorm))
+    )

@@ -1,0 +1,1 @@
+"""What experiments need and the library does not: data, networks, runs."""

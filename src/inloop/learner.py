@@ -1,0 +1,352 @@
+"""The learner: the paper's loop around the user's own.
+
+    step t        a_i ~ p(.; φ_t)              sample
+                  g_t = ∇L_t(θ_t)              the user's forward and backward pass, recorded on a tape
+                  r_i = <∇l_i(θ_{t-1}), g_t>   step: pay the examples of step t-1 with the gradient of step t,
+                  φ_{t+1} <- φ_t               move the policy by sum_i r_i ∇log p(a_i), free the tape of t-1
+                  θ_{t+1} <- θ_t               the user's optimizer
+
+g_t is the raw batch gradient: before clipping, weight decay and momentum. So a choice of step t is paid in step t+1 and
+first shows in what is sampled for step t+2.
+"""
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from inloop.alignment import Direction, Recorder, Tape, gradients_of
+from inloop.alignment.plan import LayerFilter
+from inloop.alignment.tape import Reduction
+from inloop.errors import UsageError, VerificationError
+from inloop.policies import Actions, Policy
+from inloop.reinforce import Draw, Reinforce
+from inloop.report import StepReport, summarise_rewards
+from inloop.rewards import GradientAlignment, NextStepLoss, Normalisation, Reference, Reward, Step
+from inloop.step_checks import refuse_missing_gradients, refuse_other_batch_sizes, what_is_not_finite
+
+log = logging.getLogger("inloop")
+
+_REWARDS: dict[str, type[Reward]] = {"gar": GradientAlignment, "nslr": NextStepLoss}
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """A step, with the draws that chose its examples."""
+
+    step: Step
+    draws: list[Draw]
+
+    @property
+    def neutral(self) -> bool:
+        return any(draw.neutral for draw in self.draws)
+
+    def release(self) -> None:
+        if self.step.tape is not None:
+            self.step.tape.release()
+
+
+class InLoop:
+    """Learns a policy over per-example choices while a model trains.
+
+    Args:
+        model: The model in training.
+        policy: The distribution to learn.
+        reward: "gar" (gradient alignment), "nslr" (next-step loss), or a :class:`~inloop.rewards.Reward`.
+        reference: What a step is judged by: "next" (the next step, as in the paper), "previous" (the step before), or a
+            function that returns a scalar loss on held-out data; it is evaluated at the parameters after the step.
+        accumulate: Paid steps for each policy update.
+        interleave: Let every second step use the policy's neutral choices; such a step pays the one before it, trains the
+            model like any other, and is not paid itself.
+        policy_optimizer: Over the policy's parameters; by default ``Adam(lr=0.1)``.
+        normalisation: Of rewards: "step" (within the step), "window" (within the accumulated steps), "none"; by default
+            what suits the reward.
+        start_after: Steps before the policy first moves; rewards are reported from the start.
+        dry_run: Report rewards, never move the policy.
+        reduction: How the loss that is back-propagated reduces over examples, "mean" or "sum".
+        layers: Which layers count for the reward; see :func:`inloop.capture`.
+        batchnorm_affine: Whether BatchNorm's own weight and bias count.
+        copy_inputs: Keep copies of the layers' inputs, for writers that torch cannot see.
+        verify: Check that the recorded examples add up to every gradient: on the "first" step, on each (True), never (False).
+        generator: The source of all sampling; by default one that is seeded with torch's seed.
+        callback: Called with each step's :class:`StepReport`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        policy: Policy,
+        *,
+        reward: Literal["gar", "nslr"] | Reward = "gar",
+        reference: Literal["next", "previous"] | Callable[[], Tensor] = "next",
+        accumulate: int = 10,
+        interleave: bool = False,
+        policy_optimizer: torch.optim.Optimizer | None = None,
+        normalisation: Normalisation | None = None,
+        start_after: int = 0,
+        dry_run: bool = False,
+        reduction: Reduction = "mean",
+        layers: LayerFilter | None = None,
+        batchnorm_affine: bool = False,
+        copy_inputs: bool = False,
+        verify: bool | Literal["first"] = "first",
+        generator: torch.Generator | None = None,
+        callback: Callable[[StepReport], None] | None = None,
+    ) -> None:
+        self.model = model
+        self.policy = policy
+        self.reward = _as_reward(reward)
+        _check_reference(reference, self.reward)
+        self.reference = reference
+        self.interleave = interleave
+        self.start_after = start_after
+        self.dry_run = dry_run
+        self.reduction = reduction
+        self.verify = verify
+        self.generator = generator or torch.Generator().manual_seed(torch.initial_seed())
+        self.callback = callback
+        self.reinforce = Reinforce(
+            policy,
+            policy_optimizer or torch.optim.Adam(policy.parameters(), lr=0.1),
+            accumulate,
+            normalisation or self.reward.normalisation,
+        )
+        self.num_steps = 0
+        self.num_dropped = 0
+        self._snapshot: Policy | None = None
+        self._draws: list[Draw] = []
+        self._snapshot_version = -1
+        self._pending: _Drawn | None = None
+        self._previous: Reference | None = None
+        self._verified = False
+        self._closed = False
+        self._recorder = Recorder(model, layers, batchnorm_affine=batchnorm_affine, copy_inputs=copy_inputs)
+        self._begin_step()
+
+    # ---------------------------------------------------------------- the two calls of a training loop
+
+    def sample(self, n: int) -> Actions:
+        """Choose for the ``n`` examples of the next (micro-)batch. Call it once for each micro-batch."""
+        self._refuse_if_closed()
+        neutral = self._is_plain_step()
+        source = self.policy.neutral if neutral else self.policy.sample
+        with torch.no_grad():
+            actions = source(n, self.generator)
+        self._draws.append(Draw(actions, self._current_policy(), self.reinforce.version, neutral))
+        if self._recorder.tape is not None:
+            self._recorder.tape.batch = len(self._draws) - 1
+        return actions
+
+    def step(self, loss: Tensor | float, actions: Actions | None = None) -> StepReport:
+        """Pay the step before with this step's gradient. Call it after ``backward``, before clipping and the optimizer.
+
+        Args:
+            loss: This step's loss.
+            actions: What was chosen for this step's examples; None for all that was sampled since the last step.
+
+        Raises:
+            UsageError: Without actions, or without gradients.
+            BatchSizeError: If there are more or fewer actions than examples.
+            VerificationError: If the recorded examples do not add up to a gradient. The learner is closed then.
+        """
+        self._refuse_if_closed()
+        try:
+            return self._step(
+                float(loss.detach()) if isinstance(loss, Tensor) else float(loss), self._take_draws(actions)
+            )
+        except VerificationError:
+            self.close()
+            raise
+        except Exception:
+            self._drop_pending()
+            self._begin_step()
+            raise
+
+    def _step(self, loss: float, draws: list[Draw]) -> StepReport:
+        gradients = gradients_of(self.model)
+        current = self._finish_recording(draws, gradients)
+        self.num_steps += 1
+        dropped = what_is_not_finite(loss, gradients)
+        paid, rewards_N, updated = None, None, False
+        if dropped is None:
+            self._verify(current.step.tape, gradients)
+            paid, reference = self._match(current, Reference(gradients, loss))
+            if paid is not None:
+                rewards_N = self.reward(paid.step, reference)
+                paid.release()
+                if not bool(rewards_N.isfinite().all()):
+                    dropped, paid, rewards_N = "a reward is not finite", None, None
+                elif not self.dry_run and self.num_steps > self.start_after:
+                    updated = self.reinforce.add(rewards_N, paid.draws)
+        else:
+            self._drop_pending()
+            current.release()
+        if dropped is not None:
+            self.num_dropped += 1
+            log.warning("step %d: %s; dropped (%d so far), the policy stays", self.num_steps, dropped, self.num_dropped)
+        report = StepReport(
+            step=self.num_steps,
+            paid=paid is not None,
+            updated=updated,
+            dropped=dropped,
+            num_dropped=self.num_dropped,
+            lag=max(self.reinforce.version - draw.version for draw in draws) - int(updated),
+            probabilities=self.policy.probabilities(),
+            **summarise_rewards(self.policy, paid.draws if paid else [], rewards_N),
+        )
+        self._begin_step()
+        if self.callback is not None:
+            self.callback(report)
+        return report
+
+    def _match(self, current: _Drawn, now: Reference) -> tuple[_Drawn | None, Reference]:
+        """Which step can be paid now, and what it is judged by; keeps what later steps will need."""
+        if self.reference == "previous":
+            before, self._previous = self._previous, now.detached()
+            return (None, now) if before is None or current.neutral else (current, before)
+        paid, self._pending = self._pending, None if current.neutral else current
+        if paid is not None and callable(self.reference):
+            now = self._held_out_reference(self.reference)
+        return paid, now
+
+    def _held_out_reference(self, held_out_loss: Callable[[], Tensor]) -> Reference:
+        named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        with self.paused(), torch.enable_grad():
+            loss = held_out_loss()
+            gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+        return Reference(dict(zip(named, gradients, strict=True)), float(loss))
+
+    # ---------------------------------------------------------------- recording
+
+    def _is_plain_step(self) -> bool:
+        return self.interleave and self.num_steps % 2 == 1
+
+    def _begin_step(self) -> None:
+        """Record from here on, unless the coming step is never paid."""
+        self._draws = []
+        if self.reward.needs_tape and not self._is_plain_step():
+            self._recorder.start(self.reduction)
+        else:
+            self._recorder.stop()
+
+    def _finish_recording(self, draws: list[Draw], gradients: Direction) -> _Drawn:
+        """Take the step's tape, if it has one, and refuse what cannot be a training step."""
+        tape = self._recorder.tape
+        refuse_missing_gradients(tape, gradients)
+        if tape is not None:
+            refuse_other_batch_sizes(tape, draws)
+        self._recorder.stop()
+        return _Drawn(Step(sum(draw.num_examples for draw in draws), tape), draws)
+
+    def _verify(self, tape: Tape | None, gradients: Direction) -> None:
+        if tape is not None and (self.verify is True or (self.verify == "first" and not self._verified)):
+            tape.verify(gradients)
+            self._verified = True
+
+    # ---------------------------------------------------------------- draws and snapshots
+
+    def _current_policy(self) -> Policy:
+        """A copy of the policy as it is now, shared by all draws until it moves."""
+        if self._snapshot is None or self._snapshot_version != self.reinforce.version:
+            self._snapshot, self._snapshot_version = copy.deepcopy(self.policy), self.reinforce.version
+        return self._snapshot
+
+    def _take_draws(self, actions: Actions | None) -> list[Draw]:
+        if actions is None:
+            if not self._draws:
+                raise UsageError(
+                    "learner.step was called without actions. Fix: call learner.sample(n) before the forward pass of each step, or "
+                    "pass step(loss, actions=...)."
+                )
+            return self._draws
+        known = [draw for draw in self._draws if draw.actions is actions]
+        return known or [Draw(actions, self._current_policy(), self.reinforce.version)]
+
+    def _drop_pending(self) -> None:
+        if self._pending is not None:
+            self._pending.release()
+        self._pending = None
+
+    # ---------------------------------------------------------------- lifetime and state
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Forward and backward passes in this block leave no trace, and the step that waits to be paid goes on waiting."""
+        tape, self._recorder.tape = self._recorder.tape, None
+        try:
+            yield
+        finally:
+            self._recorder.tape = tape
+
+    def close(self) -> None:
+        """Take all hooks off the model and free what is held. The policy stays as it is."""
+        self._closed = True
+        self._recorder.remove()
+        self._drop_pending()
+        self._draws = []
+
+    def __enter__(self) -> "InLoop":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise UsageError("This learner is closed. Fix: make a new InLoop for the model.")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that continuing needs, except the step that waits to be paid, which is dropped here and now.
+
+        A tape is as large as the activations of a step. Dropping it in the run that goes on, too, makes that run and one
+        continued from this state equal bit for bit.
+        """
+        self._drop_pending()
+        return {
+            "policy": self.policy.state_dict(),
+            "reinforce": self.reinforce.state_dict(),
+            "generator": self.generator.get_state(),
+            "num_steps": self.num_steps,
+            "num_dropped": self.num_dropped,
+            "verified": self._verified,
+            "previous": None
+            if self._previous is None
+            else {"direction": self._previous.direction, "loss": self._previous.loss},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict`; what is pending here is dropped."""
+        self._drop_pending()
+        self.policy.load_state_dict(state["policy"])
+        self.reinforce.load_state_dict(state["reinforce"])
+        self.generator.set_state(state["generator"])
+        self.num_steps, self.num_dropped, self._verified = state["num_steps"], state["num_dropped"], state["verified"]
+        self._previous = None if state["previous"] is None else Reference(**state["previous"])
+        self._snapshot = None
+        self._begin_step()
+
+
+def _as_reward(reward: str | Reward) -> Reward:
+    if isinstance(reward, Reward):
+        return reward
+    if reward not in _REWARDS:
+        raise UsageError(
+            f"reward={reward!r}: allowed are {', '.join(map(repr, _REWARDS))} and an inloop.rewards.Reward."
+        )
+    return _REWARDS[reward]()
+
+
+def _check_reference(reference: object, reward: Reward) -> None:
+    if not callable(reference) and reference not in ("next", "previous"):
+        raise UsageError(
+            f"reference={reference!r}: allowed are 'next', 'previous' and a function that returns a held-out loss."
+        )
+    if reference == "previous" and not reward.needs_tape:
+        raise UsageError(
+            "reference='previous' has no meaning for a next-step loss. Fix: use reference='next' or a function."
+        )

@@ -1,0 +1,35 @@
+"""Actions: what was chosen for each example. A tensor, or a nested dict of tensors, with examples on the first axis."""
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias, Union
+
+import torch
+from torch import Tensor
+
+from inloop.errors import BatchSizeError
+
+Actions: TypeAlias = Union[Tensor, Mapping[str, "Actions"]]
+
+
+def count_actions(actions: Actions) -> int:
+    """N, the number of examples that were chosen for.
+
+    Raises:
+        BatchSizeError: If the tensors of a nested choice disagree.
+    """
+    if isinstance(actions, Tensor):
+        return len(actions)
+    counts = {name: count_actions(part) for name, part in actions.items()}
+    if len(set(counts.values())) != 1:
+        raise BatchSizeError(
+            f"The parts of the actions are of different lengths: {counts}; each must have one entry an example."
+        )
+    return next(iter(counts.values()))
+
+
+def concatenate(parts: Sequence[Actions]) -> Actions:
+    """Join the actions of several micro-batches, in order."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat([part for part in parts if isinstance(part, Tensor)])
+    return {name: concatenate([part[name] for part in parts]) for name in first}  # type: ignore[index]

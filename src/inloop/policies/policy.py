@@ -1,0 +1,56 @@
+"""The abstract policy: a distribution over choices, one choice drawn for each example."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from inloop.policies.actions import Actions
+
+
+@dataclass(frozen=True, slots=True)
+class RewardSummary:
+    """Rewards of one step by choice. Axis K counts the choices; mean and std are nan where too few were drawn."""
+
+    count_K: Tensor
+    mean_K: Tensor
+    std_K: Tensor
+
+
+class Policy(nn.Module, ABC):
+    """A distribution over per-example choices with learnable parameters.
+
+    Subclasses give ``sample``, ``log_prob`` and ``neutral``; to appear in reports also ``probabilities`` and ``summarise``.
+    """
+
+    @abstractmethod
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Actions:
+        """Draw a choice for each of ``n`` examples; all randomness comes from ``generator``."""
+
+    @abstractmethod
+    def log_prob(self, actions: Actions) -> Tensor:
+        """``log p(a_i)`` for each example, shape [N], differentiable in the policy's parameters."""
+
+    @abstractmethod
+    def neutral(self, n: int, generator: torch.Generator | None = None) -> Actions:
+        """Choices that do not depend on the policy's parameters, for the plain steps of interleaving."""
+
+    def probabilities(self) -> Tensor | dict[str, object]:
+        """The distribution at present, in a form to look at."""
+        return {}
+
+    def summarise(self, actions: Actions, rewards_N: Tensor) -> RewardSummary | dict[str, object]:
+        """The rewards of one step, grouped by choice."""
+        return summarise_by_choice(torch.zeros_like(rewards_N, dtype=torch.long), 1, rewards_N)
+
+
+def summarise_by_choice(choice_N: Tensor, num_choices: int, rewards_N: Tensor) -> RewardSummary:
+    """Count, mean and unbiased standard deviation of the rewards of each choice."""
+    choice_N, rewards_N = choice_N.to(rewards_N.device), rewards_N.double()
+    zeros_K = torch.zeros(num_choices, dtype=rewards_N.dtype, device=rewards_N.device)
+    count_K = zeros_K.index_add(0, choice_N, torch.ones_like(rewards_N))
+    mean_K = zeros_K.index_add(0, choice_N, rewards_N) / count_K
+    squares_K = zeros_K.index_add(0, choice_N, (rewards_N - mean_K[choice_N]).square())
+    variance_K = torch.where(count_K > 1, squares_K / (count_K - 1), torch.nan)
+    return RewardSummary(count_K.long(), mean_K, variance_K.sqrt())

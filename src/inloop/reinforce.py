@@ -1,0 +1,133 @@
+"""REINFORCE: move the policy towards choices that were rewarded.
+
+    G = sum over the steps of a window, sum_i  w_i ∇_φ log p(a_i; φ_t)         w: the normalised rewards
+
+with φ_t the parameters that drew a_i. After ``accumulate`` steps the policy's optimizer climbs along G. Up to the factor
+-α/n that the paper's equation 3 leaves out, and with w = r, this estimates the gradient of the next step's loss.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inloop.errors import UsageError
+from inloop.policies import Actions, Policy, count_actions
+from inloop.rewards import Normalisation
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Actions, and a copy of the policy as it was when it drew them.
+
+    Attributes:
+        version: How many updates the policy had seen by then.
+        neutral: Whether these are the plain choices of an interleaved step, which are never paid.
+    """
+
+    actions: Actions
+    policy: Policy
+    version: int
+    neutral: bool = False
+
+    @property
+    def num_examples(self) -> int:
+        return count_actions(self.actions)
+
+
+class Reinforce:
+    """Accumulates policy gradients over a window of steps, then takes one optimizer step."""
+
+    def __init__(
+        self, policy: Policy, optimizer: torch.optim.Optimizer, accumulate: int, normalisation: Normalisation
+    ) -> None:
+        if accumulate < 1:
+            raise UsageError(f"accumulate={accumulate}: allowed are whole numbers from 1.")
+        if normalisation not in ("step", "window", "none"):
+            raise UsageError(f"normalisation={normalisation!r}: allowed are 'step', 'window' and 'none'.")
+        self.policy = policy
+        self.optimizer = optimizer
+        self.accumulate = accumulate
+        self.normalisation = normalisation
+        self.version = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self._steps = 0
+        self._moments = torch.zeros(3, dtype=torch.float64)  # count, sum and sum of squares of the window's rewards
+        # sum r ∇log p and, for normalising over the window, sum ∇log p
+        self._rewarded = [torch.zeros_like(p) for p in self.policy.parameters()]
+        self._unrewarded = [torch.zeros_like(p) for p in self.policy.parameters()]
+
+    def add(self, rewards_N: Tensor, draws: Sequence[Draw]) -> bool:
+        """Take in one step's rewards, in the order of its draws; returns whether the policy was updated."""
+        rewards_N = rewards_N.detach().to("cpu", torch.float64)
+        weights_N = normalise(rewards_N) if self.normalisation == "step" else rewards_N
+        for draw, weights_n in zip(draws, torch.split(weights_N, [draw.num_examples for draw in draws]), strict=True):
+            _add_score_gradient(self._rewarded, draw, weights_n)
+            if self.normalisation == "window":
+                _add_score_gradient(self._unrewarded, draw, torch.ones_like(weights_n))
+        self._moments += torch.stack([torch.tensor(float(len(rewards_N))), rewards_N.sum(), rewards_N.square().sum()])
+        self._steps += 1
+        if self._steps < self.accumulate:
+            return False
+        self._update()
+        return True
+
+    def _update(self) -> None:
+        gradients = self._rewarded
+        if self.normalisation == "window":  # sum (r - mean)/std ∇log p, from the sums
+            mean, std = _mean_and_std(*self._moments.tolist())
+            gradients = [
+                (r - mean * u) / std if std > 0 else torch.zeros_like(r)
+                for r, u in zip(gradients, self._unrewarded, strict=True)
+            ]
+        for parameter, gradient in zip(self.policy.parameters(), gradients, strict=True):
+            parameter.grad = -gradient  # optimizers descend
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.version += 1
+        self._clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "version": self.version,
+            "steps": self._steps,
+            "moments": self._moments.clone(),
+            "rewarded": [g.clone() for g in self._rewarded],
+            "unrewarded": [g.clone() for g in self._unrewarded],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.version, self._steps = state["version"], state["steps"]
+        self._moments.copy_(state["moments"])
+        for own, saved in ((self._rewarded, state["rewarded"]), (self._unrewarded, state["unrewarded"])):
+            for gradient, value in zip(own, saved, strict=True):
+                gradient.copy_(value)
+
+
+def normalise(rewards_N: Tensor) -> Tensor:
+    """``(r - mean) / std`` with the unbiased std; zero where there is no spread, as for a batch of one."""
+    if len(rewards_N) < 2:
+        return torch.zeros_like(rewards_N)
+    centred_N, std = rewards_N - rewards_N.mean(), rewards_N.std()
+    return centred_N / std if std > 0 else torch.zeros_like(rewards_N)
+
+
+def _mean_and_std(count: float, total: float, squares: float) -> tuple[float, float]:
+    mean = total / count if count else 0.0
+    return mean, max(0.0, (squares - count * mean * mean) / (count - 1)) ** 0.5 if count > 1 else 0.0
+
+
+def _add_score_gradient(sums: list[Tensor], draw: Draw, weights_N: Tensor) -> None:
+    """Add ``sum_i w_i ∇_φ log p(a_i; φ_t)``, at the parameters that drew the actions."""
+    parameters = list(draw.policy.parameters())
+    log_prob_N = draw.policy.log_prob(draw.actions)
+    objective = (weights_N.to(log_prob_N) * log_prob_N).sum()
+    for total, gradient in zip(sums, torch.autograd.grad(objective, parameters, allow_unused=True), strict=True):
+        if gradient is not None:
+            total += gradient

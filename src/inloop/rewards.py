@@ -1,0 +1,75 @@
+"""Rewards: how good was what was chosen in step t, judged by a reference, usually the step after it.
+
+gradient alignment (GAR)     r_i = <∇l_i(θ_t), ∇L(θ_{t+1})>        one reward for each example (equation 1)
+next-step loss (NSLR)        r   = -L(θ_{t+1})                     one reward for the whole batch
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from inloop.alignment import Direction, Tape
+
+Normalisation = Literal["step", "window", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What is kept of step t until it is paid. ``tape`` is None if the reward does not need one."""
+
+    num_examples: int
+    tape: Tape | None
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What step t is judged by: a gradient, by parameter name, and a loss."""
+
+    direction: Direction
+    loss: float
+
+    def detached(self) -> "Reference":
+        """A copy that outlives the step's gradients."""
+        return Reference(
+            {name: None if g is None else g.detach().clone() for name, g in self.direction.items()}, self.loss
+        )
+
+
+class Reward(ABC):
+    """A reward for every example of a step.
+
+    Attributes:
+        needs_tape: Whether the step's layer calls must be recorded.
+        normalisation: How REINFORCE normalises this reward unless told otherwise.
+    """
+
+    needs_tape: bool
+    normalisation: Normalisation
+
+    @abstractmethod
+    def __call__(self, step: Step, reference: Reference) -> Tensor:
+        """The rewards of the step's examples, shape [N]."""
+
+
+class GradientAlignment(Reward):
+    """``r_i = <∇l_i(θ_t), g>``, exact for each example."""
+
+    needs_tape = True
+    normalisation: Normalisation = "step"
+
+    def __call__(self, step: Step, reference: Reference) -> Tensor:
+        assert step.tape is not None
+        return step.tape.align(reference.direction)
+
+
+class NextStepLoss(Reward):
+    """``r = -L(θ_{t+1})``, the same for all examples; normalising it within the step would make it zero."""
+
+    needs_tape = False
+    normalisation: Normalisation = "none"
+
+    def __call__(self, step: Step, reference: Reference) -> Tensor:
+        return torch.full((step.num_examples,), -reference.loss, dtype=torch.float64)

@@ -1,0 +1,59 @@
+"""What must hold of a training step before it can be paid or pay for another."""
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from inloop.alignment import Direction, Tape
+from inloop.errors import BatchSizeError, UsageError
+from inloop.reinforce import Draw
+
+
+def refuse_missing_gradients(tape: Tape | None, gradients: Direction) -> None:
+    """Raise unless a backward pass has left gradients and, if ``tape`` is given, records."""
+    recorded = tape is not None and bool(tape.calls)
+    if tape is not None and recorded and _cleared(tape, gradients):
+        raise UsageError(
+            "A backward pass was recorded but the gradients are gone: they were cleared before learner.step. "
+            "Fix: call optimizer.zero_grad() after learner.step(loss) and optimizer.step()."
+        )
+    if all(gradient is None for gradient in gradients.values()):
+        raise UsageError(
+            "learner.step was called but no parameter of the model has a gradient. Fix: call loss.backward() before it."
+        )
+    if tape is not None and not recorded:
+        raise UsageError(
+            "No layer of the model took part in a recorded forward and backward pass since the last step. Fix: run both "
+            "between learner.sample(n) and learner.step(loss), outside learner.paused(), on the model that the learner has."
+        )
+
+
+def refuse_other_batch_sizes(tape: Tape, draws: Sequence[Draw]) -> None:
+    """Raise unless there is one action for each example."""
+    chosen, seen = [draw.num_examples for draw in draws], tape.batch_sizes
+    if sum(seen) != sum(chosen) or (len(seen) == len(chosen) and seen != chosen):
+        raise BatchSizeError(
+            f"The actions are for {chosen} example(s), the model saw {seen} (one number a micro-batch). There must be one "
+            "action for each example, in order. Fix: call learner.sample(n) once for each micro-batch, with its size."
+        )
+
+
+def what_is_not_finite(loss: float, gradients: Direction) -> str | None:
+    """The reason to drop a step, or None."""
+    if not math.isfinite(loss):
+        return f"the loss is {loss}"
+    for name, gradient in gradients.items():
+        if gradient is not None and not bool(_values(gradient).isfinite().all()):
+            return f"the gradient of '{name}' is not finite"
+    return None
+
+
+def _cleared(tape: Tape, gradients: Direction) -> bool:
+    """Whether all gradients are gone or zero although some layer's output had one."""
+    zero = not any(gradient is not None and bool(_values(gradient).any()) for gradient in gradients.values())
+    return zero and any(bool(call.dout.any()) for call in tape.calls)
+
+
+def _values(gradient: Tensor) -> Tensor:
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
