@@ -21,7 +21,7 @@ from inloop.alignment.call import Autocast, LayerCall, detached, tensors_in, ver
 from inloop.alignment.direction import gradients_of
 from inloop.alignment.plan import LayerFilter, Site, make_plan
 from inloop.alignment.tape import Reduction, Tape
-from inloop.alignment.twin import make_twin
+from inloop.alignment.twin import make_twin, reparametrizing_hooks
 from inloop.errors import UnsupportedLayerError
 
 
@@ -88,7 +88,9 @@ class Recorder:
         for site in self.plan.sites:
             before, after = _BeforeForward(self, site), _AfterForward(self, site)
             if site.rule is BLACK_BOX:
-                handles.append(site.module.register_forward_pre_hook(before))
+                # Before a hook that is part of the computation, after the user's others, which may draw random numbers.
+                first = bool(reparametrizing_hooks(site.module))
+                handles.append(site.module.register_forward_pre_hook(before, prepend=first))
             # First in line, to see the layer's own output and not what the user's hooks make of it.
             handles.append(site.module.register_forward_hook(after, prepend=True, with_kwargs=True))
 

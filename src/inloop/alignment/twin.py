@@ -37,7 +37,7 @@ def make_twin(module: nn.Module, parameters: Mapping[str, Tensor], prefix: str =
     state.update(module.__dict__)
     for table in _HOOK_TABLES:
         state[table] = OrderedDict()
-    state["_forward_pre_hooks"] = _reparametrizing_hooks(module)
+    state["_forward_pre_hooks"] = reparametrizing_hooks(module)
     state["_parameters"] = {
         name: None if value is None else parameters[prefix + name] for name, value in module._parameters.items()
     }
@@ -51,7 +51,7 @@ def make_twin(module: nn.Module, parameters: Mapping[str, Tensor], prefix: str =
     return twin
 
 
-def _reparametrizing_hooks(module: nn.Module) -> "OrderedDict[int, object]":
+def reparametrizing_hooks(module: nn.Module) -> "OrderedDict[int, object]":
     """The hooks that are part of the computation: the older weight_norm and spectral_norm set ``weight`` in one."""
     return OrderedDict(
         (key, hook) for key, hook in module._forward_pre_hooks.items() if isinstance(hook, (WeightNorm, SpectralNorm))

@@ -1,0 +1,385 @@
+"""Modules without a rule: exact through the fallback, or refused by name; never wrong."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrizations, rnn
+
+from inloop import alignment_rule, capture
+from inloop.alignment import affine_in_parameters, linear_in_parameters
+from inloop.alignment import black_box as black_box_module
+from inloop.alignment.rules import _RULES
+from inloop.errors import UnsupportedLayerError
+from tests.alignment.exactness import assert_exact, relative_error, rewards_and_oracle, rule_names
+
+N = 4
+
+
+def x(*shape):
+    return torch.randn(N, *shape, dtype=torch.float64)
+
+
+class UsesOutput(nn.Module):
+    """A recurrent layer whose outputs and final states all reach the loss."""
+
+    def __init__(self, recurrent):
+        super().__init__()
+        self.recurrent = recurrent
+
+    def forward(self, batch):
+        out, state = self.recurrent(batch)
+        states = state if isinstance(state, tuple) else (state,)
+        return torch.cat([out.flatten(1), *[s.transpose(0, 1).flatten(1) for s in states]], dim=1)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True}, {"bias": False}], ids=str)
+@pytest.mark.parametrize("recurrent", [nn.RNN, nn.LSTM, nn.GRU])
+def test_recurrent_layers(recurrent, options):
+    assert_exact(UsesOutput(recurrent(3, 5, batch_first=True, **options)).double(), x(6, 3))
+
+
+def test_lstm_with_projection():
+    assert_exact(UsesOutput(nn.LSTM(3, 5, proj_size=2, batch_first=True)).double(), x(6, 3))
+
+
+def test_dropout_inside_a_black_box_is_replayed():
+    assert_exact(UsesOutput(nn.LSTM(3, 5, num_layers=3, dropout=0.5, batch_first=True)).double(), x(6, 3))
+    assert_exact(nn.TransformerEncoderLayer(6, 2, 8, dropout=0.4, batch_first=True).double(), x(5, 6))
+
+
+def test_replaying_leaves_the_random_state_alone():
+    model = nn.LSTM(3, 5, num_layers=3, dropout=0.5, batch_first=True)
+    with capture(model) as tape:
+        model(torch.randn(N, 6, 3))[0].mean().backward()
+    before = torch.get_rng_state()
+    tape.align({name: p.grad for name, p in model.named_parameters()})
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_recurrent_layer_in_float32_with_its_fused_kernel():
+    rewards_N, oracle_N = rewards_and_oracle(UsesOutput(nn.LSTM(3, 5, batch_first=True)), torch.randn(N, 6, 3))
+    assert relative_error(rewards_N, oracle_N) < 1e-5
+
+
+class Attends(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True, **options)
+
+    def forward(self, query, key_value):
+        out, weights = self.attention(query, key_value, key_value)
+        return torch.cat([out.flatten(1), weights.flatten(1)], dim=1)
+
+
+@pytest.mark.parametrize("options", [{}, {"bias": False}, {"kdim": 4, "vdim": 4}, {"add_bias_kv": True}], ids=str)
+def test_multihead_attention_with_its_output_projection(options):
+    model = Attends(**options).double()
+    assert rule_names(model) == {"attention": "align_black_box"}  # out_proj is never called as a module
+    assert_exact(model, x(5, 6), x(3, options.get("kdim", 6)))
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_transformer_layers(norm_first):
+    assert_exact(nn.TransformerEncoderLayer(6, 2, 8, batch_first=True, norm_first=norm_first).double().eval(), x(5, 6))
+    decoder = nn.TransformerDecoderLayer(6, 2, 8, dropout=0.1, batch_first=True, norm_first=norm_first).double()
+    assert_exact(decoder, x(5, 6), x(3, 6))
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM(3, 4), nn.MultiheadAttention(6, 2), nn.GRU(3, 4)], ids=lambda m: type(m).__name__)
+def test_examples_on_the_second_axis_are_refused_by_name(layer):
+    model = nn.Sequential(nn.Linear(3, 3), layer)
+    with pytest.raises(UnsupportedLayerError, match=rf"'1' \({type(layer).__name__}\).*batch_first=True"):
+        rule_names(model)
+    layer.requires_grad_(False)  # frozen, it is no obstacle
+    assert "1" in rule_names(model)
+
+
+def test_packed_sequences_are_refused_by_name():
+    model = nn.LSTM(3, 4, batch_first=True)
+    packed = rnn.pack_padded_sequence(torch.randn(2, 5, 3), [5, 3], batch_first=True)
+    with pytest.raises(UnsupportedLayerError, match="packed sequence"), capture(model):
+        model(packed)
+
+
+# ------------------------------------------------------------------ reparametrized weights
+
+
+@pytest.mark.parametrize(
+    "reparametrize",
+    [
+        parametrizations.weight_norm,
+        parametrizations.spectral_norm,
+        parametrizations.orthogonal,
+        pytest.param(nn.utils.weight_norm, marks=pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")),
+        nn.utils.spectral_norm,
+    ],
+    ids=["weight_norm", "spectral_norm", "orthogonal", "old weight_norm", "old spectral_norm"],
+)
+@pytest.mark.parametrize("bias", [True, False])
+def test_reparametrized_layers_are_exact_through_the_fallback(reparametrize, bias):
+    """weight_norm keeps Linear's forward, so the type alone would say that the rule applies."""
+    layer = reparametrize(nn.Linear(5, 4, bias=bias).double())
+    assert rule_names(layer) == {"": "align_black_box"}
+    assert_exact(layer, x(5))
+    convolution = reparametrize(nn.Conv2d(2, 3, 3, bias=bias).double())
+    assert_exact(convolution, x(2, 5, 5))
+
+
+# ------------------------------------------------------------------ users' modules
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(5))
+        self.shift = nn.Parameter(torch.rand(5))
+
+    def forward(self, batch):
+        return batch * self.scale.exp() + self.shift
+
+
+class ReLULinear(nn.Linear):
+    def forward(self, batch):
+        return F.relu(super().forward(batch)) ** 2
+
+
+class StandardizedConv(nn.Conv2d):
+    """Keeps forward and overrides what forward calls."""
+
+    def _conv_forward(self, batch, weight, bias):
+        return super()._conv_forward(batch, (weight - weight.mean()) / weight.std(), bias)
+
+
+class ExtraParameter(nn.Linear):
+    def __init__(self):
+        super().__init__(5, 3)
+        self.unused_by_the_rule = nn.Parameter(torch.rand(3))
+
+
+class PositionsAndLayers(nn.Module):
+    """A bare parameter at the top, layers below, one of them used functionally."""
+
+    def __init__(self):
+        super().__init__()
+        self.position = nn.Parameter(torch.rand(1, 4, 5))
+        self.first = nn.Linear(5, 5)
+        self.functional = nn.Linear(5, 3)
+
+    def forward(self, batch):
+        hidden = torch.tanh(self.first(batch + self.position))
+        return F.linear(hidden, self.functional.weight, self.functional.bias)
+
+
+class HoldsAList(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gates = nn.ParameterList([torch.rand(5), torch.rand(5)])
+
+    def forward(self, batch):
+        return (batch * self.gates[0]).sigmoid() * self.gates[1]
+
+
+class StopsGradients(nn.Module):
+    """Forward mode would see through no_grad; what counts is the gradient of training."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(5, 5))
+
+    def forward(self, batch):
+        with torch.no_grad():
+            size = self.weight.norm()
+        return batch @ (self.weight / size + self.weight.detach().exp())
+
+
+class _OnceDifferentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, batch, weight):
+        ctx.save_for_backward(batch, weight)
+        return batch @ weight
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout):
+        batch, weight = ctx.saved_tensors
+        return dout @ weight.T, batch.transpose(-1, -2) @ dout
+
+
+class _HidesItsBackward(_OnceDifferentiable):
+    @staticmethod
+    def backward(ctx, dout):
+        batch, weight = ctx.saved_tensors
+        with torch.no_grad():
+            return dout @ weight.T, batch.transpose(-1, -2) @ dout.detach()
+
+
+class CustomFunction(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.rand(5, 3))
+        self.power = nn.Parameter(torch.tensor(1.3))
+
+    def forward(self, batch):
+        return self.function.apply(batch, self.weight) * self.power
+
+
+class KeywordsAndDicts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(5))
+
+    def forward(self, *, values, scale, mode="square"):
+        assert mode == "square"
+        return {"a": (values["x"] * self.weight) ** 2, "b": (scale * self.weight.sin()).sum(dim=1)}
+
+
+@pytest.mark.parametrize(
+    ("module", "shape"),
+    [
+        (Scale(), (5,)),
+        (ReLULinear(5, 3), (5,)),
+        (StandardizedConv(2, 3, 3), (2, 5, 5)),
+        (ExtraParameter(), (5,)),
+        (PositionsAndLayers(), (4, 5)),
+        (HoldsAList(), (5,)),
+        (StopsGradients(), (5,)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_users_modules(module, shape):
+    assert rule_names(module) == {"": "align_black_box"}
+    if isinstance(module, ExtraParameter):
+        module.unused_by_the_rule.requires_grad_(False)
+    assert_exact(module.double(), x(*shape))
+
+
+@pytest.mark.parametrize("function", [_OnceDifferentiable, _HidesItsBackward])
+def test_functions_without_a_second_derivative_take_one_backward_an_example(function, monkeypatch):
+    calls = []
+    original = black_box_module._one_backward_per_example
+    monkeypatch.setattr(black_box_module, "_one_backward_per_example", lambda *a: calls.append(1) or original(*a))
+    assert_exact(CustomFunction(function).double(), x(5))
+    assert calls
+
+
+def test_keyword_inputs_and_dict_outputs():
+    values, scale = {"x": x(5)}, x(5)
+
+    def forward(model):
+        outputs = model(values=values, scale=scale, mode="square")
+        return torch.cat([outputs["a"], outputs["b"].unsqueeze(1)], dim=1)
+
+    assert_exact(KeywordsAndDicts().double(), forward=forward)
+
+
+def test_a_subclass_that_changes_nothing_keeps_its_rule():
+    class Named(nn.Linear):
+        def __init__(self):
+            super().__init__(5, 3)
+
+        def extra_repr(self):
+            return "named"
+
+    assert rule_names(Named()) == {"": "linear_in_parameters"}
+
+
+def test_a_black_box_with_batchnorm_inside_is_refused_by_name():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(5))
+            self.norm = nn.BatchNorm1d(5)
+
+        def forward(self, batch):
+            return self.norm(batch) * self.scale
+
+    model = nn.Sequential(nn.Linear(5, 5), Mixed()).double()
+    with pytest.raises(UnsupportedLayerError, match=r"'1' \(Mixed\).*'norm'"), capture(model):
+        model(x(5))
+    assert_exact(model.eval(), x(5))
+
+
+def test_a_forward_replaced_on_the_instance_is_refused_by_name():
+    layer = nn.Linear(5, 3)
+    layer.forward = lambda batch: F.linear(batch, layer.weight * 2, layer.bias)
+    with pytest.raises(UnsupportedLayerError, match="replaced on the instance"):
+        rule_names(layer)
+
+
+def test_a_module_that_calls_itself_is_refused_by_name():
+    class Recursive(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(5))
+
+        def forward(self, batch, depth=2):
+            return self(batch * self.scale, depth - 1) if depth else batch * self.scale
+
+    model = Recursive()
+    with pytest.raises(UnsupportedLayerError, match="calls itself"), capture(model):
+        model(torch.randn(2, 5))
+
+
+def test_lazy_parameters_are_refused_until_they_exist():
+    model = nn.Sequential(nn.LazyLinear(3), nn.ReLU(), nn.Linear(3, 2))
+    with pytest.raises(UnsupportedLayerError, match="'0'.*run one forward pass"):
+        rule_names(model)
+    model(torch.randn(2, 5))
+    assert_exact(model.double(), x(5))
+
+
+# ------------------------------------------------------------------ registering rules
+
+
+@pytest.fixture
+def _registry():
+    saved = dict(_RULES)
+    yield
+    _RULES.clear()
+    _RULES.update(saved)
+
+
+class Affine(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.shift = nn.Parameter(torch.rand(5))
+
+    def forward(self, batch):
+        return batch + self.shift
+
+
+class Gain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.rand(5))
+
+    def forward(self, batch):
+        return batch * self.gain
+
+
+@pytest.mark.usefixtures("_registry")
+def test_users_register_rules_for_their_layers():
+    alignment_rule(Affine, parameters=("shift",))(affine_in_parameters)
+    alignment_rule(Gain, parameters=("gain",))(linear_in_parameters)
+
+    @alignment_rule(Scale, parameters=("scale", "shift"))
+    def align_scale(call, direction):
+        (batch,) = call.args
+        rate = call.layer.scale.exp() if call.rule else None
+        return call.dot(batch * rate * direction["scale"] + direction["shift"])
+
+    model = nn.Sequential(Affine(), Gain()).double()
+    assert rule_names(model) == {"0": "affine_in_parameters", "1": "linear_in_parameters"}
+    assert_exact(model, x(5))
+    assert rule_names(Scale()) == {"": "align_scale"}
+
+
+@pytest.mark.usefixtures("_registry")
+def test_a_wrong_rule_does_not_pass_verification():
+    from inloop.errors import VerificationError
+
+    alignment_rule(Affine, parameters=("shift",))(linear_in_parameters)
+    with pytest.raises(VerificationError, match="'0.shift'"):
+        assert_exact(nn.Sequential(Affine(), nn.Linear(5, 2)).double(), x(5))

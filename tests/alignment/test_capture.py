@@ -1,0 +1,343 @@
+"""Recording: what is written, what is left alone, what leaves no trace, and what is refused."""
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from inloop import capture
+from inloop.alignment import Recorder, gradients_of
+from inloop.alignment.oracles import align_by_loss
+from inloop.errors import BatchSizeError, OverwrittenTensorError, UsageError, VerificationError
+from tests.alignment.exactness import assert_exact, random_direction
+
+N = 6
+
+
+def x(*shape):
+    return torch.randn(N, *shape, dtype=torch.float64)
+
+
+def small_net():
+    return nn.Sequential(nn.Linear(5, 7), nn.ReLU(inplace=True), nn.Linear(7, 3)).double()
+
+
+def labels(n=N):
+    return torch.randint(0, 3, (n,))
+
+
+def num_hooks(model):
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+# ------------------------------------------------------------------ models
+
+
+def test_in_place_activations():
+    assert_exact(small_net(), x(5))
+
+
+def test_a_convolutional_net():
+    model = nn.Sequential(
+        *(nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(inplace=True), nn.MaxPool2d(2)),
+        *(nn.Conv2d(4, 4, 3, groups=2), nn.PReLU(), nn.Flatten(), nn.Dropout(0.3), nn.Linear(4, 3)),
+    ).double()
+    assert_exact(model, x(2, 6, 6))
+
+
+class Tied(nn.Module):
+    """An embedding whose table is also the output layer's weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(9, 5)
+        self.head = nn.Linear(5, 9)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids):
+        return self.head(torch.tanh(self.embedding(ids)).cumsum(1))
+
+
+def test_tied_weights():
+    assert_exact(Tied().double(), torch.randint(0, 9, (N, 4)))
+
+
+def test_a_module_called_several_times():
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(5, 5)
+            self.again = self.layer  # registered twice
+
+        def forward(self, batch):
+            for _ in range(3):
+                batch = torch.tanh(self.layer(batch))
+            return self.again(batch)
+
+    assert_exact(Shared().double(), x(5))
+
+
+def test_frozen_parameters_are_left_out():
+    model = small_net()
+    model[0].requires_grad_(False)
+    model[2].bias.requires_grad_(False)
+    assert_exact(model, x(5))
+    with capture(model) as tape:
+        model(x(5)).sum().backward()
+    assert [(call.name, list(call.parameter_names)) for call in tape.calls] == [("2", ["weight"])]
+
+
+def test_parameters_unfrozen_later_are_recorded():
+    model = small_net()
+    model[0].requires_grad_(False)
+    recorder = Recorder(model)
+    model[0].requires_grad_(True)
+    tape = recorder.start("mean")
+    F.cross_entropy(model(x(5)), labels()).backward()
+    tape.verify(gradients_of(model))
+    assert {call.name for call in tape.calls} == {"0", "2"}
+
+
+def test_a_batch_of_one():
+    assert_exact(small_net(), x(5)[:1])
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_an_empty_batch(reduction):
+    model = nn.Sequential(nn.Conv1d(2, 3, 3), nn.Flatten(), nn.Linear(9, 2))
+    with capture(model, reduction) as tape:
+        model(torch.randn(0, 2, 5)).sum().backward()
+    assert tape.align(random_direction(model)).shape == (0,)
+
+
+def test_several_directions_on_one_tape():
+    model = small_net()
+    with capture(model) as tape:
+        F.cross_entropy(model(x(5)), labels()).backward()
+    first, second = random_direction(model), random_direction(model)
+    both = {name: first[name] + 2 * second[name] for name in first}
+    torch.testing.assert_close(tape.align(both), tape.align(first) + 2 * tape.align(second))
+
+
+def test_two_backward_passes_through_one_forward_add_up():
+    model = small_net()
+    with capture(model, "sum", verify=True) as tape:
+        out = model(x(5))
+        out.square().sum().backward(retain_graph=True)
+        out.sum().backward()
+    direction = random_direction(model)
+    torch.testing.assert_close(tape.align(direction), align_by_loss(model, _again(model, tape), direction))
+
+
+def _again(model, tape):
+    out = model(tape.calls[-1].args[0])
+    return (out.square() + out).sum(dim=1)
+
+
+# ------------------------------------------------------------------ which layers count
+
+
+def test_layers_by_name_and_by_predicate():
+    model = nn.Sequential(small_net(), nn.Linear(3, 2).double())
+    direction = random_direction(model)
+
+    def rewards(layers):
+        with capture(model, layers=layers, verify=True) as tape:
+            model.zero_grad()
+            model(x_fixed).square().sum().backward()
+        return tape.align(direction)
+
+    x_fixed = x(5)
+    torch.testing.assert_close(rewards(["0", "1"]), rewards(None))
+    torch.testing.assert_close(rewards(["0"]) + rewards("1"), rewards(None))
+    torch.testing.assert_close(rewards(lambda name, module: name == "1"), rewards(["1"]))
+    assert not torch.allclose(rewards(["0.0"]), rewards(["0"]))
+
+
+def test_a_part_of_a_tied_parameter():
+    model = Tied().double()
+    with capture(model, layers=["head"], verify=True) as tape:  # the other use is left out, so nothing can add up
+        model(torch.randint(0, 9, (N, 4))).sum().backward()
+    assert {call.name for call in tape.calls} == {"head"}
+
+
+def test_a_layer_that_does_not_exist_is_named():
+    with pytest.raises(UsageError, match="'encodr', which is no module"), capture(nn.Linear(2, 2), layers=["encodr"]):
+        pass
+    with pytest.raises(UsageError, match=r"Did you mean '0'\?"), capture(small_net(), layers=["0."]):
+        pass
+
+
+def test_a_part_of_a_black_box_cannot_be_chosen():
+    model = nn.Sequential(nn.MultiheadAttention(4, 2, batch_first=True))
+    with pytest.raises(UsageError, match=r"part of '0' \(MultiheadAttention\)"), capture(model, layers=["0.out_proj"]):
+        pass
+
+
+# ------------------------------------------------------------------ nothing is left behind
+
+
+def test_evaluation_and_abandoned_forward_passes_leave_nothing():
+    model = small_net()
+    with capture(model) as tape:
+        with torch.no_grad():
+            model(x(5))
+        model.eval()(x(5))
+        model(x(5)).sum()
+    assert tape.calls == []
+    with pytest.raises(UsageError, match="Nothing was recorded"):
+        tape.align(random_direction(model))
+
+
+def test_hooks_leave_with_the_context_also_after_an_exception():
+    model = nn.Sequential(small_net(), nn.LSTM(3, 2, batch_first=True).double())
+    with pytest.raises(RuntimeError, match="mine"), capture(model):
+        assert num_hooks(model) == 4
+        raise RuntimeError("mine")
+    assert num_hooks(model) == 0
+    with pytest.raises(RuntimeError), capture(model):
+        model(torch.randn(3, 4, 99))
+    assert num_hooks(model) == 0
+
+
+def test_a_backward_pass_after_the_context_is_not_recorded():
+    model = small_net()
+    with capture(model) as tape:
+        out = model(x(5)).sum()
+    out.backward()
+    assert tape.calls == []
+
+
+def test_nothing_is_written_on_the_users_modules():
+    model = small_net()
+    before = {name: set(module.__dict__) for name, module in model.named_modules()}
+    with capture(model) as tape:
+        model(x(5)).sum().backward()
+    tape.align(random_direction(model))
+    assert {name: set(module.__dict__) for name, module in model.named_modules()} == before
+
+
+def test_a_forgotten_recorder_takes_its_hooks_along():
+    model = small_net()
+    recorder = Recorder(model)
+    recorder.start("mean")
+    assert num_hooks(model) == 2
+    del recorder
+    gc.collect()
+    assert num_hooks(model) == 0
+
+
+def test_the_tape_is_not_kept_alive_by_the_graph():
+    model = small_net()
+    recorder = Recorder(model)
+    recorder.start("mean")
+    loss = model(x(5)).sum()
+    tape = weakref.ref(recorder.tape)
+    recorder.stop()
+    gc.collect()
+    assert tape() is None
+    loss.backward()
+
+
+def test_hooks_do_nothing_in_copies_of_the_model():
+    model = small_net()
+    with capture(model) as tape:
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            other(x(5)).sum().backward()
+        assert tape.calls == []
+        model(x(5)).sum().backward()
+        assert len(tape.calls) == 2
+
+
+def test_user_hooks_do_not_fire_and_running_statistics_do_not_move():
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.LSTM(4, 3, batch_first=True)).double()
+    model = nn.Sequential(model[0], model[1], nn.Unflatten(1, (2, 2)), nn.Linear(2, 3)).double()
+    fired = []
+    for module in model.modules():
+        module.register_forward_hook(lambda *_: fired.append("forward"))
+        module.register_forward_pre_hook(lambda *_: fired.append("before"))
+    with capture(model, batchnorm_affine=True, verify=True) as tape:
+        model(x(5)).square().sum().backward()
+        fired.clear()
+        before = copy.deepcopy(model.state_dict())
+    tape.align(random_direction(model))
+    assert fired == []
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_users_hook_that_changes_the_output_comes_after_the_layer():
+    model = small_net()
+    model[0].register_forward_hook(lambda module, args, out: 3 * out)
+    model[2].register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    assert_exact(model, x(5))
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+def test_a_recorded_tensor_that_was_overwritten_is_named():
+    model = small_net()
+    batch = x(5)
+    with capture(model) as tape:
+        model(batch).sum().backward()
+    batch.copy_(x(5))
+    with pytest.raises(OverwrittenTensorError, match=r"layer '0' \(Linear\).*copy_inputs=True"):
+        tape.align(random_direction(model))
+
+
+def test_copied_inputs_may_be_overwritten():
+    model = small_net()
+    batch = x(5)
+    direction = random_direction(model)
+    with capture(model, copy_inputs=True) as tape:
+        model(batch).sum().backward()
+    expected = tape.align(direction)
+    batch.copy_(x(5))
+    assert torch.equal(tape.align(direction), expected)
+
+
+def test_a_penalty_in_the_loss_is_named():
+    model = small_net()
+    with pytest.raises(VerificationError, match=r"'0.weight'.*penalty"), capture(model, verify=True):
+        (F.cross_entropy(model(x(5)), labels()) + 0.01 * model[0].weight.square().sum()).backward()
+    assert num_hooks(model) == 0
+
+
+def test_gradients_that_were_there_before_are_named():
+    model = small_net()
+    model(x(5)).sum().backward()
+    with pytest.raises(VerificationError, match="zero_grad"), capture(model, verify=True):
+        model(x(5)).sum().backward()
+
+
+def test_weights_used_without_calling_their_module_are_named():
+    class Functional(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used = nn.Linear(5, 5)
+            self.bypassed = nn.Linear(5, 3)
+
+        def forward(self, batch):
+            return F.linear(self.used(batch), self.bypassed.weight, self.bypassed.bias)
+
+    model = Functional().double()
+    with pytest.raises(VerificationError, match=r"'bypassed.bias'.*without calling its module"), capture(model, verify=True):
+        model(x(5)).square().sum().backward()
+
+
+def test_layers_that_disagree_on_the_number_of_examples_are_named():
+    model = nn.Sequential(nn.Linear(5, 4), nn.Unflatten(1, (2, 2)), nn.Flatten(0, 1), nn.Linear(2, 3)).double()
+    with capture(model) as tape:
+        model(x(5)).sum().backward()
+    with pytest.raises(BatchSizeError, match=r"'0' saw 6 rows, layer '3' 12"):
+        tape.align(random_direction(model))
+
+
+def test_an_unknown_reduction_is_named():
+    with pytest.raises(UsageError, match="reduction='max'"), capture(small_net(), "max"):
+        pass
