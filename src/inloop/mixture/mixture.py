@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from inloop.errors import UsageError
@@ -51,5 +52,14 @@ class Mixture:
         # In float64 the product is exact enough for any source that fits in memory, and below its size.
         uniform_N = torch.rand(len(source_N), generator=self.generator, dtype=torch.float64)
         index_N = (uniform_N * self.sizes_K[source_N]).long()
-        pairs = zip(source_N.tolist(), index_N.tolist(), strict=True)
-        return default_collate([cast(Any, self.sources[source])[index] for source, index in pairs])
+        used = source_N.unique().tolist() or [0]
+        batches = [self._fetch(source, index_N[source_N == source]) for source in used]
+        # The batches come source by source; put the examples back in the order of the actions.
+        position_N = torch.argsort(torch.argsort(source_N, stable=True))
+        return tree_map(lambda *parts: torch.cat(parts)[position_N], *batches)
+
+    def _fetch(self, source: int, index_n: Tensor) -> Any:
+        dataset = cast(Any, self.sources[source])
+        if isinstance(dataset, TensorDataset):
+            return [tensor[index_n] for tensor in dataset.tensors]
+        return default_collate([dataset[index] for index in index_n.tolist()])

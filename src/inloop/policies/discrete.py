@@ -38,12 +38,13 @@ class Discrete(Policy):
         return self.log_probabilities().detach().exp()
 
     def sample(self, n: int, generator: torch.Generator | None = None, given_N: Tensor | None = None) -> Tensor:
-        table = self.probabilities()
         if given_N is None:
             self._refuse_missing_condition()
-            return torch.multinomial(table, n, replacement=True, generator=generator)
         if n == 0:
-            return given_N.new_zeros(0)
+            return torch.zeros(0, dtype=torch.long)
+        table = self.probabilities()
+        if given_N is None:
+            return torch.multinomial(table, n, replacement=True, generator=generator)
         return torch.multinomial(table[given_N], 1, generator=generator).squeeze(1)
 
     def log_prob(self, actions: Actions, given_N: Tensor | None = None) -> Tensor:

@@ -1,5 +1,6 @@
 """The mixture policy: which source each example comes from. Axes: N examples, K sources."""
 
+import math
 from typing import Literal
 
 import torch
@@ -57,4 +58,4 @@ def log_inverted_softmax(scores_K: Tensor) -> Tensor:
     others_KK = scores_K.expand(num_choices, num_choices).masked_fill(
         torch.eye(num_choices, dtype=torch.bool, device=scores_K.device), -torch.inf
     )
-    return others_KK.logsumexp(dim=1) - scores_K.logsumexp(dim=0) - torch.tensor(float(num_choices - 1)).log()
+    return others_KK.logsumexp(dim=1) - scores_K.logsumexp(dim=0) - math.log(num_choices - 1)

@@ -1,0 +1,55 @@
+"""Drawing from sources."""
+
+import pytest
+import torch
+from torch.utils.data import Dataset, TensorDataset
+
+from inloop import Mixture
+from inloop.errors import UsageError
+
+
+class Squares(Dataset):
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return torch.tensor([100.0 + index]), index**2
+
+
+def test_each_example_comes_from_its_source_uniformly():
+    sources = [
+        (torch.arange(5.0)[:, None], torch.arange(5)),
+        TensorDataset(50 + torch.arange(2.0)[:, None], torch.arange(2)),
+        Squares(),
+    ]
+    mixture = Mixture(sources, torch.Generator().manual_seed(0))
+    actions = torch.arange(3).repeat(4000)
+    x, y = mixture.draw(actions)
+    assert x.shape == (12_000, 1)
+    for source, values in enumerate([range(5), range(50, 52), range(100, 103)]):
+        drawn, counts = x[actions == source].unique(return_counts=True)
+        assert drawn.tolist() == list(values)
+        assert (counts / 4000 - 1 / len(drawn)).abs().max() < 0.04
+    assert torch.equal(y[actions == 2], (x[actions == 2, 0] - 100).long() ** 2)
+
+
+def test_draws_come_from_the_generator_alone():
+    source = (torch.arange(100.0),)
+    actions = torch.zeros(50, dtype=torch.long)
+    first, second = (Mixture([source, source], torch.Generator().manual_seed(4)).draw(actions)[0] for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_actions_of_a_product_name_their_source():
+    mixture = Mixture([(torch.zeros(2),), (torch.ones(2),)])
+    (x,) = mixture.draw({"source": torch.tensor([1, 0]), "operation": torch.tensor([3, 3])})
+    assert x.tolist() == [1.0, 0.0]
+
+
+def test_bad_sources_and_actions_are_named():
+    with pytest.raises(UsageError, match="at least 2 sources; got 1"):
+        Mixture([(torch.zeros(2),)])
+    with pytest.raises(UsageError, match=r"at least one example; the sizes are \[2, 0\]"):
+        Mixture([(torch.zeros(2),), (torch.zeros(0),)])
+    with pytest.raises(UsageError, match="name sources 0 to 2; there are 0 to 1"):
+        Mixture([(torch.zeros(2),), (torch.zeros(2),)]).draw(torch.tensor([0, 2]))
