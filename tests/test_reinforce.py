@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from inloop import MixturePolicy
+from inloop.draws import Draw
 from inloop.errors import UsageError
-from inloop.reinforce import Draw, Reinforce, normalise
+from inloop.reinforce import Reinforce, normalise
 
 
 def draw(policy, n, seed=0):

@@ -14,7 +14,6 @@ import copy
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -22,33 +21,16 @@ from torch import Tensor, nn
 
 from inloop.alignment import Direction, Recorder, Tape, gradients_of
 from inloop.alignment.plan import LayerFilter
-from inloop.alignment.tape import Reduction
+from inloop.alignment.tape import Reduction, check_reduction
+from inloop.draws import Draw, DrawnStep
 from inloop.errors import UsageError, VerificationError
 from inloop.policies import Actions, Policy
-from inloop.reinforce import Draw, Reinforce
+from inloop.reinforce import Reinforce
 from inloop.report import StepReport, summarise_rewards
-from inloop.rewards import GradientAlignment, NextStepLoss, Normalisation, Reference, Reward, Step
+from inloop.rewards import Normalisation, Reference, Reward, Step, as_reward, check_reference, held_out_reference
 from inloop.step_checks import refuse_missing_gradients, refuse_other_batch_sizes, what_is_not_finite
 
 log = logging.getLogger("inloop")
-
-_REWARDS: dict[str, type[Reward]] = {"gar": GradientAlignment, "nslr": NextStepLoss}
-
-
-@dataclass(frozen=True, slots=True)
-class _Drawn:
-    """A step, with the draws that chose its examples."""
-
-    step: Step
-    draws: list[Draw]
-
-    @property
-    def neutral(self) -> bool:
-        return any(draw.neutral for draw in self.draws)
-
-    def release(self) -> None:
-        if self.step.tape is not None:
-            self.step.tape.release()
 
 
 class InLoop:
@@ -98,10 +80,15 @@ class InLoop:
         generator: torch.Generator | None = None,
         callback: Callable[[StepReport], None] | None = None,
     ) -> None:
+        if start_after < 0:
+            raise UsageError(f"start_after={start_after}: allowed are whole numbers from 0.")
+        if verify not in ("first", True, False):
+            raise UsageError(f"verify={verify!r}: allowed are 'first', True and False.")
+        check_reduction(reduction)
         self.model = model
         self.policy = policy
-        self.reward = _as_reward(reward)
-        _check_reference(reference, self.reward)
+        self.reward = as_reward(reward)
+        check_reference(reference, self.reward)
         self.reference = reference
         self.interleave = interleave
         self.start_after = start_after
@@ -121,7 +108,7 @@ class InLoop:
         self._snapshot: Policy | None = None
         self._draws: list[Draw] = []
         self._snapshot_version = -1
-        self._pending: _Drawn | None = None
+        self._pending: DrawnStep | None = None
         self._previous: Reference | None = None
         self._verified = False
         self._closed = False
@@ -204,22 +191,16 @@ class InLoop:
             self.callback(report)
         return report
 
-    def _match(self, current: _Drawn, now: Reference) -> tuple[_Drawn | None, Reference]:
+    def _match(self, current: DrawnStep, now: Reference) -> tuple[DrawnStep | None, Reference]:
         """Which step can be paid now, and what it is judged by; keeps what later steps will need."""
         if self.reference == "previous":
             before, self._previous = self._previous, now.detached()
             return (None, now) if before is None or current.neutral else (current, before)
         paid, self._pending = self._pending, None if current.neutral else current
         if paid is not None and callable(self.reference):
-            now = self._held_out_reference(self.reference)
+            with self.paused():
+                now = held_out_reference(self.model, self.reference)
         return paid, now
-
-    def _held_out_reference(self, held_out_loss: Callable[[], Tensor]) -> Reference:
-        named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        with self.paused(), torch.enable_grad():
-            loss = held_out_loss()
-            gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-        return Reference(dict(zip(named, gradients, strict=True)), float(loss))
 
     # ---------------------------------------------------------------- recording
 
@@ -234,14 +215,14 @@ class InLoop:
         else:
             self._recorder.stop()
 
-    def _finish_recording(self, draws: list[Draw], gradients: Direction) -> _Drawn:
+    def _finish_recording(self, draws: list[Draw], gradients: Direction) -> DrawnStep:
         """Take the step's tape, if it has one, and refuse what cannot be a training step."""
         tape = self._recorder.tape
         refuse_missing_gradients(tape, gradients)
         if tape is not None:
             refuse_other_batch_sizes(tape, draws)
         self._recorder.stop()
-        return _Drawn(Step(sum(draw.num_examples for draw in draws), tape), draws)
+        return DrawnStep(Step(sum(draw.num_examples for draw in draws), tape), draws)
 
     def _verify(self, tape: Tape | None, gradients: Direction) -> None:
         if tape is not None and (self.verify is True or (self.verify == "first" and not self._verified)):
@@ -300,13 +281,16 @@ class InLoop:
         if self._closed:
             raise UsageError("This learner is closed. Fix: make a new InLoop for the model.")
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that continuing needs, except the step that waits to be paid, which is dropped here and now.
+    def state_dict(self, pending: bool = False) -> dict[str, Any]:
+        """Everything that continuing needs, as plain tensors and numbers.
 
-        A tape is as large as the activations of a step. Dropping it in the run that goes on, too, makes that run and one
-        continued from this state equal bit for bit.
+        Args:
+            pending: Keep the step that waits to be paid. Its tape is as large as the activations of a step, so by default that
+                step is dropped, here and now; as the run that goes on drops it too, it and a run continued from this state are
+                equal bit for bit.
         """
-        self._drop_pending()
+        if not pending:
+            self._drop_pending()
         return {
             "policy": self.policy.state_dict(),
             "reinforce": self.reinforce.state_dict(),
@@ -314,9 +298,9 @@ class InLoop:
             "num_steps": self.num_steps,
             "num_dropped": self.num_dropped,
             "verified": self._verified,
-            "previous": None
-            if self._previous is None
-            else {"direction": self._previous.direction, "loss": self._previous.loss},
+            "draws": [draw.state_dict() for draw in self._draws],
+            "previous": None if self._previous is None else self._previous.state_dict(),
+            "pending": None if self._pending is None else self._pending.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -329,24 +313,6 @@ class InLoop:
         self._previous = None if state["previous"] is None else Reference(**state["previous"])
         self._snapshot = None
         self._begin_step()
-
-
-def _as_reward(reward: str | Reward) -> Reward:
-    if isinstance(reward, Reward):
-        return reward
-    if reward not in _REWARDS:
-        raise UsageError(
-            f"reward={reward!r}: allowed are {', '.join(map(repr, _REWARDS))} and an inloop.rewards.Reward."
-        )
-    return _REWARDS[reward]()
-
-
-def _check_reference(reference: object, reward: Reward) -> None:
-    if not callable(reference) and reference not in ("next", "previous"):
-        raise UsageError(
-            f"reference={reference!r}: allowed are 'next', 'previous' and a function that returns a held-out loss."
-        )
-    if reference == "previous" and not reward.needs_tape:
-        raise UsageError(
-            "reference='previous' has no meaning for a next-step loss. Fix: use reference='next' or a function."
-        )
+        self._draws = [Draw.restored(self.policy, saved) for saved in state["draws"]]
+        if state["pending"] is not None:
+            self._pending = DrawnStep.restored(self.policy, self._recorder.plan, state["pending"])

@@ -49,7 +49,7 @@ class MetaGradient:
         optimizer: The model's, a plain ``torch.optim.SGD``; momentum, Nesterov and weight decay are accounted for exactly.
         meta_optimizer: Over ``meta``'s parameters; by default ``Adam(lr=0.1)``.
         remedy: "stop-gradient" or "phi-free" (every second step calls the loss with None instead of ``meta``).
-        computation: "reuse" or "unroll" (evaluates the loss a second time where both steps depend on φ).
+        computation: "reuse" or "unroll" (which evaluates the loss a second time).
 
     Example:
         A learned temperature::
@@ -108,6 +108,8 @@ class MetaGradient:
         random_state = torch.get_rng_state()
         buffers = {name: buffer.clone() for name, buffer in self._both.named_buffers()}
         loss = self._evaluate(loss_function, theta, phi, phi_free)
+        if self.num_steps == 0:
+            _refuse_loss_without(phi, loss)
         gradients = _gradients(loss, theta, create_graph=not phi_free)
         if self._last is not None:
             if self.computation == "reuse":
@@ -121,10 +123,6 @@ class MetaGradient:
             if name in gradients:
                 own = gradients[name].detach()
                 parameter.grad = own.clone() if parameter.grad is None else parameter.grad + own
-        if not phi_free and not any(g.requires_grad for g in gradients.values()):
-            raise UsageError(
-                "The loss does not depend on the meta-parameters. Fix: use the module that the loss function receives."
-            )
         self._last = None if phi_free else _LastStep(gradients, phi, self._rates())
         if self.num_steps == 0:
             self._expected = self._update_to_expect()
@@ -234,6 +232,14 @@ class _Both(nn.Module):
 
 def _held(module: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in module.named_parameters()}
+
+
+def _refuse_loss_without(phi: dict[str, Tensor], loss: Tensor) -> None:
+    derivatives = torch.autograd.grad(loss, list(phi.values()), retain_graph=True, allow_unused=True)
+    if all(derivative is None for derivative in derivatives):
+        raise UsageError(
+            "The loss does not depend on the meta-parameters. Fix: use the module that the loss function receives."
+        )
 
 
 def _gradients(loss: Tensor, theta: dict[str, Tensor], create_graph: bool) -> dict[str, Tensor]:

@@ -7,34 +7,15 @@ with φ_t the parameters that drew a_i. After ``accumulate`` steps the policy's 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from inloop.draws import Draw
 from inloop.errors import UsageError
-from inloop.policies import Actions, Policy, count_actions
+from inloop.policies import Policy
 from inloop.rewards import Normalisation
-
-
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """Actions, and a copy of the policy as it was when it drew them.
-
-    Attributes:
-        version: How many updates the policy had seen by then.
-        neutral: Whether these are the plain choices of an interleaved step, which are never paid.
-    """
-
-    actions: Actions
-    policy: Policy
-    version: int
-    neutral: bool = False
-
-    @property
-    def num_examples(self) -> int:
-        return count_actions(self.actions)
 
 
 class Reinforce:

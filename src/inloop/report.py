@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from inloop.draws import Draw
 from inloop.policies import Policy, RewardSummary, concatenate
-from inloop.reinforce import Draw
 
 
 @dataclass(frozen=True, slots=True)

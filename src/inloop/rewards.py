@@ -5,13 +5,15 @@ next-step loss (NSLR)        r   = -L(θ_{t+1})                     one reward f
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from inloop.alignment import Direction, Tape
+from inloop.errors import UsageError
 
 Normalisation = Literal["step", "window", "none"]
 
@@ -36,6 +38,18 @@ class Reference:
         return Reference(
             {name: None if g is None else g.detach().clone() for name, g in self.direction.items()}, self.loss
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"direction": dict(self.direction), "loss": self.loss}
+
+
+def held_out_reference(model: nn.Module, held_out_loss: Callable[[], Tensor]) -> Reference:
+    """The gradient and value of a loss at the model's present parameters; leaves ``.grad`` alone."""
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    with torch.enable_grad():
+        loss = held_out_loss()
+        gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    return Reference(dict(zip(named, gradients, strict=True)), float(loss.detach()))
 
 
 class Reward(ABC):
@@ -73,3 +87,29 @@ class NextStepLoss(Reward):
 
     def __call__(self, step: Step, reference: Reference) -> Tensor:
         return torch.full((step.num_examples,), -reference.loss, dtype=torch.float64)
+
+
+_REWARDS: dict[str, type[Reward]] = {"gar": GradientAlignment, "nslr": NextStepLoss}
+
+
+def as_reward(reward: str | Reward) -> Reward:
+    """A reward by its short name, or the reward itself."""
+    if isinstance(reward, Reward):
+        return reward
+    if reward not in _REWARDS:
+        raise UsageError(
+            f"reward={reward!r}: allowed are {', '.join(map(repr, _REWARDS))} and an inloop.rewards.Reward."
+        )
+    return _REWARDS[reward]()
+
+
+def check_reference(reference: object, reward: Reward) -> None:
+    """Refuse what is no reference, or none for this reward."""
+    if not callable(reference) and reference not in ("next", "previous"):
+        raise UsageError(
+            f"reference={reference!r}: allowed are 'next', 'previous' and a function that returns a held-out loss."
+        )
+    if reference == "previous" and not reward.needs_tape:
+        raise UsageError(
+            "reference='previous' has no meaning for a next-step loss. Fix: use reference='next' or a function."
+        )

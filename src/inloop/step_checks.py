@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from inloop.alignment import Direction, Tape
+from inloop.draws import Draw
 from inloop.errors import BatchSizeError, UsageError
-from inloop.reinforce import Draw
 
 
 def refuse_missing_gradients(tape: Tape | None, gradients: Direction) -> None:

@@ -86,7 +86,9 @@ def test_transformer_layers(norm_first):
     assert_exact(decoder, x(5, 6), x(3, 6))
 
 
-@pytest.mark.parametrize("layer", [nn.LSTM(3, 4), nn.MultiheadAttention(6, 2), nn.GRU(3, 4)], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize(
+    "layer", [nn.LSTM(3, 4), nn.MultiheadAttention(6, 2), nn.GRU(3, 4)], ids=lambda m: type(m).__name__
+)
 def test_examples_on_the_second_axis_are_refused_by_name(layer):
     model = nn.Sequential(nn.Linear(3, 3), layer)
     with pytest.raises(UnsupportedLayerError, match=rf"'1' \({type(layer).__name__}\).*batch_first=True"):

@@ -326,7 +326,10 @@ def test_weights_used_without_calling_their_module_are_named():
             return F.linear(self.used(batch), self.bypassed.weight, self.bypassed.bias)
 
     model = Functional().double()
-    with pytest.raises(VerificationError, match=r"'bypassed.bias'.*without calling its module"), capture(model, verify=True):
+    with (
+        pytest.raises(VerificationError, match=r"'bypassed.bias'.*without calling its module"),
+        capture(model, verify=True),
+    ):
         model(x(5)).square().sum().backward()
 
 

@@ -78,7 +78,9 @@ def test_bad_compositions_are_named(policy):
         Product({"o": Categorical(4), "k": Categorical(5, given=("o", 3))})
     with pytest.raises(UsageError, match="Fix: use it inside a Product"):
         Categorical(5, given=("o", 3)).sample(2)
-    with pytest.raises(UsageError, match=r"are a dict with \['keep', 'operation', 'source', 'strength'\]; got a tensor"):
+    with pytest.raises(
+        UsageError, match=r"are a dict with \['keep', 'operation', 'source', 'strength'\]; got a tensor"
+    ):
         policy.log_prob(torch.zeros(3))
     with pytest.raises(BatchSizeError, match="different lengths"):
         count_actions({"a": torch.zeros(2), "b": torch.zeros(3)})

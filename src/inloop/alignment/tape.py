@@ -25,14 +25,18 @@ Direction = Mapping[str, Tensor | None]
 _VERIFY_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
+def check_reduction(reduction: str) -> None:
+    if reduction not in ("mean", "sum"):
+        raise UsageError(
+            f"reduction={reduction!r}: allowed are 'mean' and 'sum', as in the loss that is back-propagated."
+        )
+
+
 class Tape:
     """Layer calls of one step, written by the hooks of a recorder."""
 
     def __init__(self, plan: Plan, reduction: Reduction) -> None:
-        if reduction not in ("mean", "sum"):
-            raise UsageError(
-                f"reduction={reduction!r}: allowed are 'mean' and 'sum', as in the loss that is back-propagated."
-            )
+        check_reduction(reduction)
         self.reduction = reduction
         self.calls: list[LayerCall] = []
         self.batch = 0  # the micro-batch that forward passes belong to at the moment

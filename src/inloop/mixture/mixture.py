@@ -52,7 +52,7 @@ class Mixture:
         # In float64 the product is exact enough for any source that fits in memory, and below its size.
         uniform_N = torch.rand(len(source_N), generator=self.generator, dtype=torch.float64)
         index_N = (uniform_N * self.sizes_K[source_N]).long()
-        used = source_N.unique().tolist() or [0]
+        used = sorted(set(source_N.tolist())) or [0]
         batches = [self._fetch(source, index_N[source_N == source]) for source in used]
         # The batches come source by source; put the examples back in the order of the actions.
         position_N = torch.argsort(torch.argsort(source_N, stable=True))

@@ -1,0 +1,78 @@
+"""A tape as plain tensors, to be saved with a checkpoint and read back without executing code."""
+
+from typing import Any
+
+from torch import nn
+
+from inloop.alignment.black_box import BLACK_BOX
+from inloop.alignment.call import Autocast, LayerCall, versions_of
+from inloop.alignment.plan import Plan, Site
+from inloop.alignment.tape import Tape
+from inloop.alignment.twin import make_twin
+from inloop.errors import UsageError
+
+
+def tape_state(tape: Tape) -> dict[str, Any]:
+    """What the tape holds. It is as large as the activations and output gradients of a step."""
+    return {"reduction": tape.reduction, "calls": [_call_state(call) for call in tape.calls]}
+
+
+def restore_tape(plan: Plan, state: dict[str, Any]) -> Tape:
+    """The tape of :func:`tape_state`, for a model with the same layers."""
+    tape = Tape(plan, state["reduction"])
+    sites = {site.name: site for site in plan.sites}
+    for saved in state["calls"]:
+        if saved["name"] not in sites:
+            raise UsageError(
+                f"The saved tape has a call of layer '{saved['name']}', which is not recorded in this model. Fix: build the model "
+                "and the learner as they were when the state was saved."
+            )
+        tape.calls.append(_restore_call(sites[saved["name"]], saved))
+    tape.close()
+    return tape
+
+
+def _call_state(call: LayerCall) -> dict[str, Any]:
+    replayed = call.rule is BLACK_BOX
+    return {
+        "name": call.name,
+        "parameter_names": dict(call.parameter_names),
+        "inputs": (call.args, call.kwargs),
+        "autocast": (call.autocast.device, call.autocast.enabled, call.autocast.dtype),
+        "batch": call.batch,
+        "random_state": dict(call.random_state),
+        "output_index": call.output_index,
+        "batch_axis": call.batch_axis,
+        "dout": call.dout,
+        "training": {name: module.training for name, module in call.layer.named_modules()},
+        "buffers": dict(call.layer.named_buffers()),
+        "parameters": dict(call.layer.named_parameters(remove_duplicate=False)) if replayed else {},
+    }
+
+
+def _restore_call(site: Site, saved: dict[str, Any]) -> LayerCall:
+    own = dict(site.module.named_parameters(remove_duplicate=False))
+    layer = make_twin(site.module, own | saved["parameters"])
+    for name, module in layer.named_modules():
+        module.training = saved["training"][name]
+    for name, buffer in saved["buffers"].items():
+        owner, _, local = name.rpartition(".")
+        _submodule(layer, owner)._buffers[local] = buffer
+    args, kwargs = saved["inputs"]
+    call = LayerCall(
+        name=site.name,
+        layer=layer,
+        rule=site.rule,
+        parameter_names=saved["parameter_names"],
+        args=args,
+        kwargs=kwargs,
+        autocast=Autocast(*saved["autocast"]),
+        batch=saved["batch"],
+        random_state=saved["random_state"],
+        versions=versions_of((args, kwargs)),
+    )
+    return call.with_gradient(saved["dout"], saved["output_index"], saved["batch_axis"])
+
+
+def _submodule(module: nn.Module, path: str) -> nn.Module:
+    return module.get_submodule(path) if path else module

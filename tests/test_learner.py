@@ -1,0 +1,581 @@
+"""The learner in a plain loop: timing, options, state, and what happens when a step goes wrong."""
+
+import copy
+import gc
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from inloop import Bernoulli, Categorical, InLoop, Mixture, MixturePolicy, Product
+from inloop.alignment.oracles import align_by_loss
+from inloop.errors import BatchSizeError, OverwrittenTensorError, UnsupportedLayerError, UsageError, VerificationError
+from inloop.rewards import Reward
+from tests.training import Run, make_net, make_sources
+
+
+def num_hooks(model):
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def rewards_of(run):
+    return [report.reward_mean for report in run.reports]
+
+
+# ------------------------------------------------------------------ timing
+
+
+def test_step_t_is_paid_with_the_gradient_of_step_t_plus_one():
+    """The reported rewards are <∇l_i(θ_t), ∇L(θ_{t+1})>, by brute force in float64."""
+    run = Run(net=make_net().double(), sources=[(x.double(), y) for x, y in make_sources()])
+    expected, previous = [], None
+    for _ in range(5):
+        actions = run.learner.sample(16)
+        x, y = run.mixture.draw(actions)
+        losses_N = F.cross_entropy(run.model(x), y, reduction="none")
+        losses_N.mean().backward(retain_graph=True)
+        g = {name: p.grad.clone() for name, p in run.model.named_parameters()}
+        run.learner.step(losses_N.mean())
+        if previous is not None:
+            model_before, x_before, y_before = previous
+            losses_before = F.cross_entropy(model_before(x_before), y_before, reduction="none")
+            expected.append(align_by_loss(model_before, losses_before, g))
+        previous = copy.deepcopy(run.model), x, y
+        torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)  # the reference is the gradient before clipping
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    assert [report.paid for report in run.reports] == [False, True, True, True, True]
+    for report, rewards_N in zip(run.reports[1:], expected, strict=True):
+        assert report.reward_mean == pytest.approx(float(rewards_N.mean()), rel=1e-9)
+        assert report.reward_std == pytest.approx(float(rewards_N.std()), rel=1e-9)
+
+
+def test_the_policy_first_moves_after_accumulate_paid_steps():
+    run = Run(accumulate=3).train(8)
+    assert [report.updated for report in run.reports] == [False, False, False, True, False, False, True, False]
+    assert torch.equal(run.reports[2].probabilities, torch.full((4,), 0.25))
+    assert not torch.equal(run.reports[3].probabilities, torch.full((4,), 0.25))
+
+
+def test_start_after_only_delays_the_policy():
+    run = Run(accumulate=1, start_after=5).train(7)
+    assert [report.updated for report in run.reports] == [False] * 5 + [True, True]
+    assert all(report.paid for report in run.reports[1:])
+    assert rewards_of(run)[1:5] == rewards_of(Run(accumulate=1, dry_run=True).train(7))[1:5]
+
+
+def test_dry_run_reports_rewards_and_changes_nothing():
+    run = Run(accumulate=1, dry_run=True).train(6)
+    assert torch.equal(run.policy.scores, torch.zeros(4))
+    assert not any(report.updated for report in run.reports)
+    assert all(report.paid and report.rewards.count_K.sum() == 64 for report in run.reports[1:])
+
+
+def test_interleaving_pays_every_second_step_and_samples_neutrally_in_between():
+    policy = Product({"source": MixturePolicy(4), "operation": Categorical(3, neutral=1)})
+    run = Run(policy=policy, accumulate=1, interleave=True)
+    neutral_steps = []
+    for _ in range(6):
+        actions = run.learner.sample(32)
+        neutral_steps.append(bool((actions["operation"] == 1).all()))
+        x, y = run.mixture.draw(actions)
+        loss = F.cross_entropy(run.model(x), y)
+        loss.backward()
+        if neutral_steps[-1]:
+            assert run.learner._recorder.tape is None  # a plain step is not recorded
+        run.learner.step(loss)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    assert neutral_steps == [False, True] * 3
+    assert [report.paid for report in run.reports] == [False, True] * 3
+    assert set(run.reports[1].rewards) == {"source", "operation"}
+
+
+def test_previous_pays_at_once_with_the_gradient_before():
+    run = Run(net=make_net().double(), sources=[(x.double(), y) for x, y in make_sources()], reference="previous")
+    gradients, expected = None, []
+    for _ in range(3):
+        x, y = run.mixture.draw(run.learner.sample(8))
+        losses_N = F.cross_entropy(run.model(x), y, reduction="none")
+        losses_N.mean().backward(retain_graph=True)
+        run.learner.step(losses_N.mean())
+        if gradients is not None:
+            expected.append(float(align_by_loss(run.model, losses_N, gradients).mean()))
+        gradients = {name: p.grad.clone() for name, p in run.model.named_parameters()}
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    assert [report.paid for report in run.reports] == [False, True, True]
+    assert rewards_of(run)[1:] == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_held_out_reference_is_evaluated_after_the_step():
+    held_out_x, held_out_y = make_sources(seed=1)[0]
+    net = make_net()
+    calls = []
+
+    def held_out_loss():
+        calls.append(copy.deepcopy(net))
+        return F.cross_entropy(net(held_out_x), held_out_y)
+
+    run = Run(net=net, reference=held_out_loss)
+    x, y = run.mixture.draw(run.learner.sample(16))
+    before = copy.deepcopy(net)
+    loss = F.cross_entropy(net(x), y)
+    loss.backward()
+    run.learner.step(loss)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    after = copy.deepcopy(net)
+    run.step()
+    assert len(calls) == 1
+    assert all(torch.equal(a, b) for a, b in zip(calls[0].parameters(), after.parameters(), strict=True))
+    g = torch.autograd.grad(F.cross_entropy(after(held_out_x), held_out_y), list(after.parameters()))
+    direction = dict(zip(dict(after.named_parameters()), g, strict=True))
+    rewards_N = align_by_loss(before, F.cross_entropy(before(x), y, reduction="none"), direction)
+    assert rewards_of(run)[1] == pytest.approx(float(rewards_N.mean()), rel=1e-4)
+
+
+def test_next_step_loss_is_minus_the_next_loss():
+    run = Run(reward="nslr", accumulate=2)
+    losses = []
+    for _ in range(4):
+        x, y = run.mixture.draw(run.learner.sample(16))
+        loss = F.cross_entropy(run.model(x), y)
+        losses.append(float(loss.detach()))
+        loss.backward()
+        run.learner.step(loss)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    assert rewards_of(run)[1:] == pytest.approx([-value for value in losses[1:]])
+    assert [report.updated for report in run.reports] == [False, False, True, False]
+    assert not any(report.reward_std for report in run.reports[1:])
+
+
+def test_micro_batches_are_one_step():
+    """Accumulating the gradient over micro-batches gives the rewards of the whole batch."""
+    sources = [(x.double(), y) for x, y in make_sources()]
+    whole, parts = (Run(net=make_net().double(), sources=sources, accumulate=1) for _ in range(2))
+    batch = whole.mixture.draw(whole.learner.sample(12))
+    actions = whole.learner._draws[0].actions
+    for _ in range(3):
+        x, y = batch
+        loss = F.cross_entropy(whole.model(x), y)
+        loss.backward()
+        whole.learner.step(loss, actions)
+        whole.optimizer.step()
+        whole.optimizer.zero_grad()
+
+        total = 0.0
+        for part in (slice(0, 5), slice(5, 12)):
+            parts.learner.sample(len(x[part]))
+            parts.learner._draws[-1].actions.copy_(actions[part])
+            loss = F.cross_entropy(parts.model(x[part]), y[part], reduction="sum") / 12
+            loss.backward()
+            total += loss.detach()
+        parts.learner.step(total)
+        parts.optimizer.step()
+        parts.optimizer.zero_grad()
+    assert rewards_of(parts)[1:] == pytest.approx(rewards_of(whole)[1:], rel=1e-9)
+    torch.testing.assert_close(parts.policy.scores, whole.policy.scores)
+
+
+def test_own_rewards_join_in():
+    class Constant(Reward):
+        needs_tape = False
+        normalisation = "none"
+
+        def __call__(self, step, reference):
+            return torch.full((step.num_examples,), 3.0)
+
+    run = Run(reward=Constant()).train(2)
+    assert run.reports[1].reward_mean == 3.0
+
+
+def test_reports_carry_what_a_user_wants_to_see():
+    run = Run(accumulate=1).train(3)
+    report = run.reports[-1]
+    assert report.step == 3
+    assert report.lag == 0
+    assert report.num_dropped == 0
+    assert report.dropped is None
+    torch.testing.assert_close(report.probabilities, run.policy.probabilities())
+    assert report.rewards.mean_K.shape == report.rewards.std_K.shape == (4,)
+    assert run.learner.num_steps == 3
+
+
+def test_lag_counts_the_updates_between_drawing_and_using():
+    run = Run(accumulate=1).train(3)
+    early = run.learner.sample(8)  # drawn ahead, as a loader would
+    snapshot = run.learner._draws[0]
+    run.learner._draws = []
+    run.train(2)
+    run.learner._draws = [snapshot]
+    x, y = run.mixture.draw(early)
+    F.cross_entropy(run.model(x), y).backward()
+    report = run.learner.step(1.0, early)
+    assert report.lag == 2
+
+
+# ------------------------------------------------------------------ learning
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_poisoned_source_is_pushed_down(seed):
+    run = Run(make_sources(5, poisoned=2, seed=seed), seed=seed).train(200, batch_size=256)
+    p_K = run.policy.probabilities()
+    assert int(p_K.argmin()) == 2
+    assert p_K[2] < 0.03
+    assert interval_of_advantage(run)[1][2] < 0  # and its rewards say why
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_among_equal_sources_the_rewards_single_out_none(seed):
+    run = Run(make_sources(5, seed=seed), seed=seed).train(200, batch_size=256)
+    low_K, high_K = interval_of_advantage(run)
+    assert (low_K < 0).all()
+    assert (high_K > 0).all()
+
+
+def interval_of_advantage(run):
+    """Mean over steps of (source's mean reward - step's mean) / step's std: +- 4 standard errors."""
+    advantage_TK = torch.stack([(r.rewards.mean_K - r.reward_mean) / r.reward_std for r in run.reports if r.paid])
+    mean_K = advantage_TK.nanmean(dim=0)
+    error_K = (advantage_TK - mean_K).square().nanmean(dim=0).sqrt() / len(advantage_TK) ** 0.5
+    return mean_K - 4 * error_K, mean_K + 4 * error_K
+
+
+def test_a_composed_policy_learns_its_harmful_operation():
+    """Operation 2 shuffles the features of an example; the policy over source x operation learns to leave it."""
+    policy = Product({"source": MixturePolicy(4), "operation": Categorical(3, neutral=0), "keep": Bernoulli()})
+    run = Run(policy=policy, accumulate=2)
+    for _ in range(300):
+        actions = run.learner.sample(64)
+        x, y = run.mixture.draw(actions)
+        x = torch.where((actions["operation"] == 2)[:, None], x.flip(1), x)
+        loss = F.cross_entropy(run.model(x), y)
+        loss.backward()
+        run.learner.step(loss)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    operations = policy.probabilities()["operation"]
+    assert int(operations.argmin()) == 2
+    assert operations[2] < 0.1
+
+
+# ------------------------------------------------------------------ bad steps
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+def test_a_step_that_is_not_finite_is_dropped_counted_and_logged(what, caplog):
+    run = Run(accumulate=1).train(3)
+    before = run.policy.scores.detach().clone()
+    x, y = run.mixture.draw(run.learner.sample(16))
+    loss = F.cross_entropy(run.model(x), y)
+    if what == "loss":
+        loss = loss * float("nan")
+    loss.backward()
+    if what == "gradient":
+        run.model[0].weight.grad[0, 0] = float("inf")
+    with caplog.at_level(logging.WARNING, logger="inloop"):
+        report = run.learner.step(loss)
+    run.optimizer.zero_grad()
+    assert not report.paid
+    assert report.num_dropped == 1
+    assert report.dropped == {"loss": "the loss is nan", "gradient": "the gradient of '0.weight' is not finite"}[what]
+    assert report.dropped in caplog.text
+    assert torch.equal(run.policy.scores, before)
+    assert run.learner._pending is None
+    assert not run.step().paid  # there is nothing left to pay
+    assert run.step().updated
+    assert run.policy.scores.isfinite().all()
+
+
+def test_rewards_that_are_not_finite_never_reach_the_policy():
+    class Broken(Reward):
+        needs_tape = False
+        normalisation = "step"
+
+        def __call__(self, step, reference):
+            return torch.tensor([float("nan")] + [1.0] * (step.num_examples - 1))
+
+    run = Run(reward=Broken(), accumulate=1).train(3)
+    assert torch.equal(run.policy.scores, torch.zeros(4))
+    assert run.reports[1].dropped == "a reward is not finite"
+    assert run.learner.num_dropped == 2
+
+
+def test_step_without_sample():
+    run = Run()
+    F.cross_entropy(run.model(run.sources[0][0]), run.sources[0][1]).backward()
+    with pytest.raises(UsageError, match=r"without actions. Fix: call learner.sample\(n\)"):
+        run.learner.step(1.0)
+
+
+def test_step_before_backward():
+    run = Run()
+    x, y = run.mixture.draw(run.learner.sample(8))
+    loss = F.cross_entropy(run.model(x), y)
+    with pytest.raises(UsageError, match=r"Fix: call loss.backward\(\) before it"):
+        run.learner.step(loss)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_cleared_too_early(set_to_none):
+    run = Run().train(2)
+    x, y = run.mixture.draw(run.learner.sample(8))
+    loss = F.cross_entropy(run.model(x), y)
+    loss.backward()
+    run.optimizer.zero_grad(set_to_none=set_to_none)
+    with pytest.raises(UsageError, match=r"cleared before learner.step. Fix: call optimizer.zero_grad\(\) after"):
+        run.learner.step(loss)
+
+
+def test_training_another_model():
+    run = Run()
+    other = copy.deepcopy(run.model)
+    for parameter in run.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    x, y = run.mixture.draw(run.learner.sample(8))
+    F.cross_entropy(other(x), y).backward()
+    with pytest.raises(UsageError, match="on the model that the learner has"):
+        run.learner.step(1.0)
+
+
+def test_a_batch_of_another_size_than_the_actions():
+    run = Run()
+    x, y = run.mixture.draw(run.learner.sample(8))
+    F.cross_entropy(run.model(x[:5]), y[:5]).backward()
+    with pytest.raises(BatchSizeError, match=r"actions are for \[8\] example\(s\), the model saw \[5\]"):
+        run.learner.step(1.0)
+    run.optimizer.zero_grad()
+    run.train(3)  # and the learner goes on
+    assert run.reports[-1].paid
+
+
+def test_an_overwritten_batch_leaves_no_half_updated_policy():
+    run = Run(accumulate=1).train(3)
+    x, y = run.mixture.draw(run.learner.sample(8))
+    loss = F.cross_entropy(run.model(x), y)
+    loss.backward()
+    run.learner.step(loss)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    x.zero_()
+    before = run.learner.reinforce.state_dict(), run.policy.scores.detach().clone()
+    with pytest.raises(OverwrittenTensorError):
+        run.step()
+    assert torch.equal(run.policy.scores, before[1])
+    assert run.learner.reinforce.state_dict()["steps"] == before[0]["steps"]
+    assert run.learner._pending is None
+    run.optimizer.zero_grad()
+    run.train(2)
+    assert run.reports[-1].paid
+
+
+def test_a_model_that_does_not_add_up_is_named_and_the_learner_closed():
+    class Functional(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used = nn.Linear(16, 8)
+            self.bypassed = nn.Linear(8, 4)
+
+        def forward(self, batch):
+            return self.used(batch) @ self.bypassed.weight.T + self.bypassed.bias
+
+    run = Run(net=Functional())
+    with pytest.raises(VerificationError, match="'bypassed.bias'"):
+        run.step()
+    assert num_hooks(run.model) == 0
+    with pytest.raises(UsageError, match="This learner is closed"):
+        run.learner.sample(3)
+
+
+def test_verify_on_every_step_sees_a_later_penalty():
+    run = Run(verify=True).train(2)
+    x, y = run.mixture.draw(run.learner.sample(8))
+    loss = F.cross_entropy(run.model(x), y) + 0.1 * run.model[2].weight.square().sum()
+    loss.backward()
+    with pytest.raises(VerificationError, match="'2.weight'"):
+        run.learner.step(loss)
+    assert Run(verify=False).train(2).reports[-1].paid
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"reward": "loss"}, "reward='loss': allowed are 'gar', 'nslr'"),
+        ({"reference": "last"}, "reference='last': allowed are 'next', 'previous' and a function"),
+        ({"reference": "previous", "reward": "nslr"}, "no meaning for a next-step loss"),
+        ({"accumulate": 0}, "accumulate=0"),
+        ({"normalisation": "all"}, "normalisation='all'"),
+        ({"reduction": "none"}, "reduction='none'"),
+        ({"layers": ["nope"]}, "names 'nope'"),
+        ({"verify": "always"}, "verify='always': allowed are 'first', True and False"),
+        ({"start_after": -1}, "start_after=-1"),
+    ],
+)
+def test_bad_arguments_are_named_and_leave_no_hooks(options, message):
+    net = make_net()
+    with pytest.raises(UsageError, match=message):
+        InLoop(net, MixturePolicy(3), **options)
+    assert num_hooks(net) == 0
+
+
+def test_a_layer_that_is_refused_leaves_no_hooks():
+    model = nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 4))
+    with pytest.raises(UnsupportedLayerError, match=r"'1' \(LSTM\)"):
+        InLoop(model, MixturePolicy(3))
+    assert num_hooks(model) == 0
+
+
+# ------------------------------------------------------------------ lifetime and state
+
+
+def test_close_takes_everything_off():
+    run = Run().train(2)
+    assert num_hooks(run.model) == 2
+    run.learner.close()
+    assert num_hooks(run.model) == 0
+    assert run.learner._pending is None
+    with InLoop(run.model, MixturePolicy(4)):
+        assert num_hooks(run.model) == 2
+    assert num_hooks(run.model) == 0
+
+
+def test_a_forgotten_learner_takes_its_hooks_along():
+    net = make_net()
+    Run(net=net).train(2)
+    gc.collect()
+    assert num_hooks(net) == 0
+
+
+def test_paused_passes_leave_no_trace():
+    plain, with_pause = Run(accumulate=1), Run(accumulate=1)
+    for _ in range(4):
+        plain.step()
+        with_pause.step()
+        with with_pause.learner.paused():
+            F.cross_entropy(with_pause.model(torch.randn(3, 16)), torch.randint(4, (3,))).backward()
+        with_pause.optimizer.zero_grad()
+    assert torch.equal(plain.policy.scores, with_pause.policy.scores)
+    assert rewards_of(plain)[1:] == rewards_of(with_pause)[1:]
+
+
+def test_evaluation_between_steps_leaves_no_trace():
+    plain, evaluating = Run(accumulate=1), Run(accumulate=1)
+    for _ in range(4):
+        plain.step()
+        evaluating.step()
+        evaluating.model.eval()
+        evaluating.model(torch.randn(9, 16))
+        evaluating.model.train()
+    assert torch.equal(plain.policy.scores, evaluating.policy.scores)
+
+
+def test_the_tape_is_freed_when_it_is_paid():
+    run = Run().train(2)
+    tape = run.learner._pending.step.tape
+    assert tape.calls
+    run.step()
+    assert tape.calls == []
+
+
+def test_two_learners_on_one_model():
+    run = Run(accumulate=1)
+    other = InLoop(run.model, MixturePolicy(4), accumulate=1, dry_run=True, layers=["2"])
+    for _ in range(3):
+        actions = run.learner.sample(16)
+        other.sample(16)
+        x, y = run.mixture.draw(actions)
+        loss = F.cross_entropy(run.model(x), y)
+        loss.backward()
+        run.learner.step(loss)
+        report = other.step(loss)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    assert report.paid
+    assert report.reward_mean != run.reports[-1].reward_mean
+
+
+@pytest.mark.parametrize("options", [{}, {"reference": "previous"}, {"interleave": True}, {"reward": "nslr"}], ids=str)
+@pytest.mark.parametrize("pending", [False, True])
+def test_a_continued_run_equals_the_uninterrupted_one_bit_for_bit(options, pending, tmp_path):
+    def checkpoint(run):
+        return {
+            "model": run.model.state_dict(),
+            "optimizer": run.optimizer.state_dict(),
+            "learner": run.learner.state_dict(pending=pending),
+            "mixture": run.mixture.generator.get_state(),
+        }
+
+    uninterrupted = Run(accumulate=3, **options).train(11)
+    torch.save(checkpoint(uninterrupted), tmp_path / "state.pt")
+    uninterrupted.train(12)
+
+    continued = Run(accumulate=3, seed=99, **options).train(2)
+    state = torch.load(tmp_path / "state.pt", weights_only=True)  # executes no code
+    continued.model.load_state_dict(state["model"])
+    continued.optimizer.load_state_dict(state["optimizer"])
+    continued.learner.load_state_dict(state["learner"])
+    continued.mixture.generator.set_state(state["mixture"])
+    continued.train(12)
+
+    assert torch.equal(continued.policy.scores, uninterrupted.policy.scores)
+    assert not torch.equal(continued.policy.scores, torch.zeros(4))
+    for name, value in uninterrupted.model.state_dict().items():
+        assert torch.equal(continued.model.state_dict()[name], value)
+    assert str(rewards_of(continued)[-12:]) == str(rewards_of(uninterrupted)[-12:])
+    assert continued.reports[-1].step == 23
+    waited = options.get("reference") != "previous" and not pending  # "previous" leaves nothing to wait for
+    assert continued.reports[2].paid is not waited
+
+
+def test_a_pending_step_survives_with_every_kind_of_layer(tmp_path):
+    """Dropout, statistics and parameters of then, in a layer with a rule and in a black box."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Sequential(nn.Linear(16, 12), nn.BatchNorm1d(12), nn.Dropout(0.2))
+            self.lstm = nn.LSTM(3, 5, num_layers=2, dropout=0.3, batch_first=True)
+            self.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(5, 4))
+
+        def forward(self, batch):
+            return self.spectral(self.lstm(self.embed(batch).view(-1, 4, 3))[0][:, -1])
+
+    torch.manual_seed(0)
+    run = Run(net=Net(), batchnorm_affine=True).train(4)
+    torch.save(
+        {"learner": run.learner.state_dict(pending=True), "model": run.model.state_dict()}, tmp_path / "state.pt"
+    )
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    other = Run(net=Net(), batchnorm_affine=True, seed=5)
+    other.model.load_state_dict(state["model"])
+    other.learner.load_state_dict(state["learner"])
+    direction = {name: torch.randn_like(p) for name, p in run.model.named_parameters()}
+    expected = run.learner._pending.step.tape.align(direction)
+    assert torch.equal(other.learner._pending.step.tape.align(direction), expected)
+
+    elsewhere = Run()
+    with pytest.raises(UsageError, match="which is not recorded in this model"):
+        elsewhere.learner.load_state_dict(state["learner"] | {"policy": elsewhere.policy.state_dict()})
+
+
+def test_the_same_seed_gives_the_same_run():
+    first, second = Run(accumulate=1).train(6), Run(accumulate=1).train(6)
+    assert torch.equal(first.policy.scores, second.policy.scores)
+    torch.manual_seed(5)
+    by_torch_seed = InLoop(first.model, MixturePolicy(4)).sample(20)
+    assert torch.equal(InLoop(first.model, MixturePolicy(4)).sample(20), by_torch_seed)
+    torch.manual_seed(6)
+    assert not torch.equal(InLoop(first.model, MixturePolicy(4)).sample(20), by_torch_seed)
+
+
+def test_mixture_and_learner_fit_together_without_arguments():
+    sources = make_sources(3)
+    mixture, learner = Mixture(sources), InLoop(make_net(), MixturePolicy(3))
+    x, y = mixture.draw(learner.sample(5))
+    assert x.shape == (5, 16)
+    assert y.shape == (5,)
