@@ -207,15 +207,14 @@ def test_reports_carry_what_a_user_wants_to_see():
 
 def test_lag_counts_the_updates_between_drawing_and_using():
     run = Run(accumulate=1).train(3)
-    early = run.learner.sample(8)  # drawn ahead, as a loader would
-    snapshot = run.learner._draws[0]
-    run.learner._draws = []
-    run.train(2)
-    run.learner._draws = [snapshot]
-    x, y = run.mixture.draw(early)
-    F.cross_entropy(run.model(x), y).backward()
-    report = run.learner.step(1.0, early)
-    assert report.lag == 2
+    ahead = [run.learner.sample(8) for _ in range(3)]  # as a loader would
+    for lag, actions in enumerate(ahead):
+        x, y = run.mixture.draw(actions)
+        F.cross_entropy(run.model(x), y).backward()
+        assert run.learner.step(1.0, actions).lag == lag
+        run.optimizer.zero_grad()
+    with pytest.raises(UsageError, match="without actions"):  # all are used up
+        run.learner.step(1.0)
 
 
 # ------------------------------------------------------------------ learning
@@ -461,6 +460,14 @@ def test_paused_passes_leave_no_trace():
         with_pause.optimizer.zero_grad()
     assert torch.equal(plain.policy.scores, with_pause.policy.scores)
     assert rewards_of(plain)[1:] == rewards_of(with_pause)[1:]
+
+
+def test_step_inside_paused_is_refused():
+    run = Run().train(2)
+    x, y = run.mixture.draw(run.learner.sample(8))
+    F.cross_entropy(run.model(x), y).backward()
+    with pytest.raises(UsageError, match="inside learner.paused"), run.learner.paused():
+        run.learner.step(1.0)
 
 
 def test_evaluation_between_steps_leaves_no_trace():

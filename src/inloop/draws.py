@@ -10,7 +10,7 @@ from inloop.policies import Actions, Policy, count_actions
 from inloop.rewards import Step
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Draw:
     """Actions, and a copy of the policy as it was when it drew them.
 

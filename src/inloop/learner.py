@@ -12,7 +12,7 @@ first shows in what is sampled for step t+2.
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -105,8 +105,8 @@ class InLoop:
         )
         self.num_steps = 0
         self.num_dropped = 0
-        self._snapshot: Policy | None = None
         self._draws: list[Draw] = []
+        self._snapshot: Policy | None = None
         self._snapshot_version = -1
         self._pending: DrawnStep | None = None
         self._previous: Reference | None = None
@@ -142,54 +142,54 @@ class InLoop:
             VerificationError: If the recorded examples do not add up to a gradient. The learner is closed then.
         """
         self._refuse_if_closed()
+        draws = self._take_draws(actions)
         try:
-            return self._step(
-                float(loss.detach()) if isinstance(loss, Tensor) else float(loss), self._take_draws(actions)
-            )
+            report = self._step(float(loss.detach()) if isinstance(loss, Tensor) else float(loss), draws)
         except VerificationError:
             self.close()
             raise
         except Exception:
             self._drop_pending()
-            self._begin_step()
+            self._begin_step(draws)
             raise
+        self._begin_step(draws)
+        if self.callback is not None:
+            self.callback(report)
+        return report
 
     def _step(self, loss: float, draws: list[Draw]) -> StepReport:
         gradients = gradients_of(self.model)
         current = self._finish_recording(draws, gradients)
         self.num_steps += 1
-        dropped = what_is_not_finite(loss, gradients)
-        paid, rewards_N, updated = None, None, False
-        if dropped is None:
-            self._verify(current.step.tape, gradients)
-            paid, reference = self._match(current, Reference(gradients, loss))
-            if paid is not None:
-                rewards_N = self.reward(paid.step, reference)
-                paid.release()
-                if not bool(rewards_N.isfinite().all()):
-                    dropped, paid, rewards_N = "a reward is not finite", None, None
-                elif not self.dry_run and self.num_steps > self.start_after:
-                    updated = self.reinforce.add(rewards_N, paid.draws)
-        else:
+        lag = max(self.reinforce.version - draw.version for draw in draws)
+        if problem := what_is_not_finite(loss, gradients):
             self._drop_pending()
             current.release()
+            return self._report(lag, dropped=problem)
+        self._verify(current.step.tape, gradients)
+        paid, reference = self._match(current, Reference(gradients, loss))
+        if paid is None:
+            return self._report(lag)
+        rewards_N = self.reward(paid.step, reference)
+        paid.release()
+        if not bool(rewards_N.isfinite().all()):
+            return self._report(lag, dropped="a reward is not finite")
+        moves = not self.dry_run and self.num_steps > self.start_after
+        updated = moves and self.reinforce.add(rewards_N, paid.draws)
+        return self._report(lag, updated=updated, **summarise_rewards(self.policy, paid.draws, rewards_N))
+
+    def _report(self, lag: int, dropped: str | None = None, **payment: Any) -> StepReport:
         if dropped is not None:
             self.num_dropped += 1
             log.warning("step %d: %s; dropped (%d so far), the policy stays", self.num_steps, dropped, self.num_dropped)
-        report = StepReport(
+        return StepReport(
             step=self.num_steps,
-            paid=paid is not None,
-            updated=updated,
+            lag=lag,
             dropped=dropped,
             num_dropped=self.num_dropped,
-            lag=max(self.reinforce.version - draw.version for draw in draws) - int(updated),
             probabilities=self.policy.probabilities(),
-            **summarise_rewards(self.policy, paid.draws if paid else [], rewards_N),
+            **payment,
         )
-        self._begin_step()
-        if self.callback is not None:
-            self.callback(report)
-        return report
 
     def _match(self, current: DrawnStep, now: Reference) -> tuple[DrawnStep | None, Reference]:
         """Which step can be paid now, and what it is judged by; keeps what later steps will need."""
@@ -207,10 +207,13 @@ class InLoop:
     def _is_plain_step(self) -> bool:
         return self.interleave and self.num_steps % 2 == 1
 
-    def _begin_step(self) -> None:
-        """Record from here on, unless the coming step is never paid."""
-        self._draws = []
-        if self.reward.needs_tape and not self._is_plain_step():
+    def _is_recorded_step(self) -> bool:
+        return self.reward.needs_tape and not self._is_plain_step()
+
+    def _begin_step(self, used: Sequence[Draw] = ()) -> None:
+        """Record from here on, unless the coming step is never paid; draws that were not used yet wait for theirs."""
+        self._draws = [draw for draw in self._draws if draw not in used]
+        if self._is_recorded_step():
             self._recorder.start(self.reduction)
         else:
             self._recorder.stop()
@@ -218,6 +221,8 @@ class InLoop:
     def _finish_recording(self, draws: list[Draw], gradients: Direction) -> DrawnStep:
         """Take the step's tape, if it has one, and refuse what cannot be a training step."""
         tape = self._recorder.tape
+        if tape is None and self._is_recorded_step():
+            raise UsageError("learner.step was called inside learner.paused(). Fix: leave the block first.")
         refuse_missing_gradients(tape, gradients)
         if tape is not None:
             refuse_other_batch_sizes(tape, draws)
@@ -244,7 +249,7 @@ class InLoop:
                     "learner.step was called without actions. Fix: call learner.sample(n) before the forward pass of each step, or "
                     "pass step(loss, actions=...)."
                 )
-            return self._draws
+            return list(self._draws)
         known = [draw for draw in self._draws if draw.actions is actions]
         return known or [Draw(actions, self._current_policy(), self.reinforce.version)]
 

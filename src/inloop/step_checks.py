@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from inloop.alignment import Direction, Tape
 from inloop.draws import Draw
@@ -43,9 +44,11 @@ def what_is_not_finite(loss: float, gradients: Direction) -> str | None:
     """The reason to drop a step, or None."""
     if not math.isfinite(loss):
         return f"the loss is {loss}"
-    for name, gradient in gradients.items():
-        if gradient is not None and not bool(_values(gradient).isfinite().all()):
-            return f"the gradient of '{name}' is not finite"
+    norm = get_total_norm([_values(gradient) for gradient in gradients.values() if gradient is not None])
+    if not bool(norm.isfinite()):  # or finite entries with squares that are not
+        for name, gradient in gradients.items():
+            if gradient is not None and not bool(_values(gradient).isfinite().all()):
+                return f"the gradient of '{name}' is not finite"
     return None
 
 
