@@ -28,7 +28,7 @@ from inloop.policies import Actions, Policy
 from inloop.reinforce import Reinforce
 from inloop.report import StepReport, summarise_rewards
 from inloop.rewards import Normalisation, Reference, Reward, Step, as_reward, check_reference, held_out_reference
-from inloop.step_checks import refuse_missing_gradients, refuse_other_batch_sizes, what_is_not_finite
+from inloop.step_checks import gradient_norm, refuse_missing_gradients, refuse_other_batch_sizes, what_is_not_finite
 
 log = logging.getLogger("inloop")
 
@@ -159,10 +159,11 @@ class InLoop:
 
     def _step(self, loss: float, draws: list[Draw]) -> StepReport:
         gradients = gradients_of(self.model)
-        current = self._finish_recording(draws, gradients)
+        norm = gradient_norm(gradients)
+        current = self._finish_recording(draws, gradients, norm)
         self.num_steps += 1
         lag = max(self.reinforce.version - draw.version for draw in draws)
-        if problem := what_is_not_finite(loss, gradients):
+        if problem := what_is_not_finite(loss, gradients, norm):
             self._drop_pending()
             current.release()
             return self._report(lag, dropped=problem)
@@ -218,12 +219,12 @@ class InLoop:
         else:
             self._recorder.stop()
 
-    def _finish_recording(self, draws: list[Draw], gradients: Direction) -> DrawnStep:
+    def _finish_recording(self, draws: list[Draw], gradients: Direction, norm: float) -> DrawnStep:
         """Take the step's tape, if it has one, and refuse what cannot be a training step."""
         tape = self._recorder.tape
         if tape is None and self._is_recorded_step():
             raise UsageError("learner.step was called inside learner.paused(). Fix: leave the block first.")
-        refuse_missing_gradients(tape, gradients)
+        refuse_missing_gradients(tape, gradients, norm)
         if tape is not None:
             refuse_other_batch_sizes(tape, draws)
         self._recorder.stop()

@@ -11,10 +11,15 @@ from inloop.draws import Draw
 from inloop.errors import BatchSizeError, UsageError
 
 
-def refuse_missing_gradients(tape: Tape | None, gradients: Direction) -> None:
+def gradient_norm(gradients: Direction) -> float:
+    """‖g‖ over all parameters: one pass that shows gradients that are gone (zero) or broken (not finite)."""
+    return float(get_total_norm([_values(gradient) for gradient in gradients.values() if gradient is not None]))
+
+
+def refuse_missing_gradients(tape: Tape | None, gradients: Direction, norm: float) -> None:
     """Raise unless a backward pass has left gradients and, if ``tape`` is given, records."""
     recorded = tape is not None and bool(tape.calls)
-    if tape is not None and recorded and _cleared(tape, gradients):
+    if tape is not None and recorded and norm == 0 and any(bool(call.dout.any()) for call in tape.calls):
         raise UsageError(
             "A backward pass was recorded but the gradients are gone: they were cleared before learner.step. "
             "Fix: call optimizer.zero_grad() after learner.step(loss) and optimizer.step()."
@@ -40,22 +45,15 @@ def refuse_other_batch_sizes(tape: Tape, draws: Sequence[Draw]) -> None:
         )
 
 
-def what_is_not_finite(loss: float, gradients: Direction) -> str | None:
+def what_is_not_finite(loss: float, gradients: Direction, norm: float) -> str | None:
     """The reason to drop a step, or None."""
     if not math.isfinite(loss):
         return f"the loss is {loss}"
-    norm = get_total_norm([_values(gradient) for gradient in gradients.values() if gradient is not None])
-    if not bool(norm.isfinite()):  # or finite entries with squares that are not
+    if not math.isfinite(norm):  # or finite entries with squares that are not
         for name, gradient in gradients.items():
             if gradient is not None and not bool(_values(gradient).isfinite().all()):
                 return f"the gradient of '{name}' is not finite"
     return None
-
-
-def _cleared(tape: Tape, gradients: Direction) -> bool:
-    """Whether all gradients are gone or zero although some layer's output had one."""
-    zero = not any(gradient is not None and bool(_values(gradient).any()) for gradient in gradients.values())
-    return zero and any(bool(call.dout.any()) for call in tape.calls)
 
 
 def _values(gradient: Tensor) -> Tensor:

@@ -366,16 +366,26 @@ def test_users_register_rules_for_their_layers():
     alignment_rule(Affine, parameters=("shift",))(affine_in_parameters)
     alignment_rule(Gain, parameters=("gain",))(linear_in_parameters)
 
-    @alignment_rule(Scale, parameters=("scale", "shift"))
+    @alignment_rule(Scale, parameters=("scale", "shift"), keeps_parameters=True)
     def align_scale(call, direction):
         (batch,) = call.args
-        rate = call.layer.scale.exp() if call.rule else None
-        return call.dot(batch * rate * direction["scale"] + direction["shift"])
+        return call.dot(batch * call.layer.scale.exp() * direction["scale"] + direction["shift"])
 
     model = nn.Sequential(Affine(), Gain()).double()
     assert rule_names(model) == {"0": "affine_in_parameters", "1": "linear_in_parameters"}
     assert_exact(model, x(5))
     assert rule_names(Scale()) == {"": "align_scale"}
+    assert_exact(Scale().double(), x(5))
+
+
+@pytest.mark.usefixtures("_registry")
+def test_a_rule_that_keeps_no_parameters_cannot_read_those_of_the_next_step():
+    @alignment_rule(Gain, parameters=("gain",))
+    def reads_what_it_did_not_keep(call, direction):
+        return call.dot(call.args[0] * direction["gain"] * call.layer.gain)
+
+    with pytest.raises(RuntimeError, match="meta"):
+        assert_exact(Gain().double(), x(5))
 
 
 @pytest.mark.usefixtures("_registry")

@@ -100,4 +100,10 @@ def restore_random_state(state: Mapping[str, Tensor]) -> None:
             torch.get_device_module(torch.device(name)).set_rng_state(value, torch.device(name))
 
 
-BLACK_BOX = Rule(align_black_box, parameters=frozenset(), example_dims=lambda module: 0, when=lambda module: True)
+BLACK_BOX = Rule(
+    align_black_box,
+    parameters=frozenset(),
+    example_dims=lambda module: 0,
+    when=lambda module: True,
+    keeps_parameters=True,
+)

@@ -41,7 +41,7 @@ class LayerCall:
 
     Attributes:
         name: Where the layer stands in the model.
-        layer: A twin of the layer as it was in step t: flags, buffers and (for a black box) parameters.
+        layer: A twin of the layer as it was in step t: flags, buffers and, if the rule keeps them, parameters.
         parameter_names: The layer's trainable parameters: name in the layer -> name in the model.
         batch: Which micro-batch of the step the call belongs to.
         random_state: The random state before the call, by device; kept for black boxes only.
@@ -82,7 +82,7 @@ class LayerCall:
         complete: dict[str, Tensor] = {}
         for name, parameter in self.layer.named_parameters(remove_duplicate=False):
             given = direction.get(name)
-            complete[name] = torch.zeros_like(parameter) if given is None else given
+            complete[name] = torch.zeros_like(parameter, device=self.dout.device) if given is None else given
         with torch.no_grad():
             return self.rule.align(self, complete)
 

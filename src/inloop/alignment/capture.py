@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.hooks import RemovableHandle
@@ -158,7 +158,7 @@ class _BeforeForward(_Hook):
                 f"contains BatchNorm in training mode ('{coupled[0]}'), which mixes its examples. Fix: move the parameters "
                 "into a small module of their own, put BatchNorm in eval mode, or leave the module out with layers=."
             )
-        parameters = {n: p.detach().clone() for n, p in module.named_parameters(remove_duplicate=False)}
+        parameters = _parameters_to_keep(module, values=True)
         device = next(iter(parameters.values())).device
         tape.black_box_state[self.site.name] = make_twin(module, parameters), random_state(device)
 
@@ -185,7 +185,7 @@ class _AfterForward(_Hook):
                 )
             layer, randomness = tape.black_box_state.pop(site.name)
         else:
-            layer, randomness = make_twin(module, {n: p for n, p in module._parameters.items() if p is not None}), {}
+            layer, randomness = make_twin(module, _parameters_to_keep(module, site.rule.keeps_parameters)), {}
         args, kwargs = detached((args, kwargs), recorder.copy_inputs)
         call = LayerCall(
             name=site.name,
@@ -220,3 +220,9 @@ class _AfterForward(_Hook):
 def _batch_axis(module: nn.Module, output_index: int) -> int:
     """Axis of the examples: the first, but for the final states of a recurrent layer, [layers, N, features]."""
     return 1 if isinstance(module, nn.RNNBase) and output_index > 0 else 0
+
+
+def _parameters_to_keep(module: nn.Module, values: bool) -> dict[str, Tensor]:
+    """Copies of the parameters of step t or, for rules that have no use for them, only their shapes and types."""
+    named = module.named_parameters(remove_duplicate=False)
+    return {n: p.detach().clone() if values else torch.empty_like(p, device="meta") for n, p in named}

@@ -41,12 +41,14 @@ class Rule:
         parameters: All parameters that the layer may own; with others the rule does not apply.
         example_dims: How many axes of the input belong to one example; an input without one more is not batched.
         when: A further condition on the layer.
+        keeps_parameters: Whether ``call.layer`` has the parameters of step t; else it has shapes without values.
     """
 
     align: AlignFunction
     parameters: frozenset[str]
     example_dims: Callable[[nn.Module], int]
     when: Callable[[nn.Module], bool]
+    keeps_parameters: bool
 
 
 _RULES: dict[type[nn.Module], Rule] = {}
@@ -57,6 +59,7 @@ def alignment_rule(
     parameters: tuple[str, ...] = ("weight", "bias"),
     example_dims: Callable[[nn.Module], int] | int = 1,
     when: Callable[[nn.Module], bool] = lambda layer: True,
+    keeps_parameters: bool = False,
 ) -> Callable[[AlignFunction], AlignFunction]:
     """Register how layers of these types are aligned; use it as a decorator or on a ready-made function.
 
@@ -64,6 +67,8 @@ def alignment_rule(
         parameters: The names of all parameters that the layer owns directly.
         example_dims: How many axes of the first input belong to one example, or a function of the layer.
         when: A further condition on the layer; where it is false the exact but slower fallback is used.
+        keeps_parameters: Keep a copy of the layer's parameters of step t, for a rule that reads them from ``call.layer``: by
+            the time a direction is known, the optimizer has changed the layer's own.
 
     Example:
         A layer that is linear in its parameters needs no code of its own:
@@ -80,7 +85,7 @@ def alignment_rule(
     def register(function: AlignFunction) -> AlignFunction:
         dims = example_dims if callable(example_dims) else lambda layer: example_dims
         for layer_type in layer_types:
-            _RULES[layer_type] = Rule(function, frozenset(parameters), dims, when)
+            _RULES[layer_type] = Rule(function, frozenset(parameters), dims, when, keeps_parameters)
         return function
 
     return register

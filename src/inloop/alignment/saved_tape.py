@@ -2,9 +2,9 @@
 
 from typing import Any
 
+import torch
 from torch import nn
 
-from inloop.alignment.black_box import BLACK_BOX
 from inloop.alignment.call import Autocast, LayerCall, versions_of
 from inloop.alignment.plan import Plan, Site
 from inloop.alignment.tape import Tape
@@ -33,7 +33,7 @@ def restore_tape(plan: Plan, state: dict[str, Any]) -> Tape:
 
 
 def _call_state(call: LayerCall) -> dict[str, Any]:
-    replayed = call.rule is BLACK_BOX
+    parameters = dict(call.layer.named_parameters(remove_duplicate=False)) if call.rule.keeps_parameters else {}
     return {
         "name": call.name,
         "parameter_names": dict(call.parameter_names),
@@ -46,13 +46,14 @@ def _call_state(call: LayerCall) -> dict[str, Any]:
         "dout": call.dout,
         "training": {name: module.training for name, module in call.layer.named_modules()},
         "buffers": dict(call.layer.named_buffers()),
-        "parameters": dict(call.layer.named_parameters(remove_duplicate=False)) if replayed else {},
+        "parameters": parameters,
     }
 
 
 def _restore_call(site: Site, saved: dict[str, Any]) -> LayerCall:
-    own = dict(site.module.named_parameters(remove_duplicate=False))
-    layer = make_twin(site.module, own | saved["parameters"])
+    named = site.module.named_parameters(remove_duplicate=False)
+    shapes = {name: torch.empty_like(parameter, device="meta") for name, parameter in named}
+    layer = make_twin(site.module, shapes | saved["parameters"])
     for name, module in layer.named_modules():
         module.training = saved["training"][name]
     for name, buffer in saved["buffers"].items():

@@ -1,0 +1,33 @@
+# Every target makes what it needs in .venv. PYTHON chooses the interpreter to make it with.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/installed
+
+.PHONY: demo test lint format bench clean
+
+demo: $(INSTALLED)  ## ten sources of digits, one of them bad
+	$(BIN)/python examples/find_bad_source.py
+
+test: $(INSTALLED)  ## the tests
+	$(BIN)/pytest -n auto
+
+lint: $(INSTALLED)  ## style, types, and what may import what
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(INSTALLED)  ## time of a step with a learner, against a plain one
+	$(BIN)/python benchmarks/step_cost.py
+
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $(INSTALLED)
+
+clean:
+	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,108 @@
+"""The code in README and CONTRIBUTING runs as printed; the examples do what they say."""
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import inloop
+from inloop.alignment.rules import _RULES
+from tests.alignment.exactness import assert_exact
+from tests.training import make_sources
+
+ROOT = Path(__file__).parent.parent
+
+
+def blocks(document, language):
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / document).read_text(), flags=re.DOTALL)
+
+
+def after_the_diff(diff):
+    """The file that a diff leads to: removed lines left out, markers cut off."""
+    return "".join(line[1:] for line in diff.splitlines(keepends=True) if not line.startswith("-"))
+
+
+def test_the_loop_of_the_readme_runs_as_printed(capsys):
+    sources = make_sources(4, poisoned=2)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+    names = {
+        "inloop": inloop,
+        "F": F,
+        "torch": torch,
+        "model": model,
+        "sources": sources,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "num_steps": 200,
+        "batch_size": 256,
+    }
+    (loop,) = blocks("README.md", "diff")
+    exec(after_the_diff(loop), names)
+    assert "tensor(" in capsys.readouterr().out
+    assert int(names["policy"].probabilities().argmin()) == 2
+    names["learner"].close()
+    for block in blocks("README.md", "python"):
+        exec(block, names)
+    assert names["rewards_N"].shape == (256,)
+    assert {name: len(part) for name, part in names["actions"].items()} == {
+        "source": 64,
+        "operation": 64,
+        "strength": 64,
+    }
+
+
+def test_the_blocks_of_contributing_run_as_printed():
+    saved = dict(_RULES)
+    try:
+        names = {}
+        for block in blocks("CONTRIBUTING.md", "python"):
+            exec(block, names)
+        for layer in (names["Shift"](5), names["Gate"](5)):
+            assert_exact(layer.double(), torch.randn(4, 5, dtype=torch.float64))
+        actions = names["learner"].sample(8)
+        assert actions.shape == (8,)
+    finally:
+        _RULES.clear()
+        _RULES.update(saved)
+
+
+def test_numbers_in_the_readme_come_from_the_committed_run():
+    results = json.loads((ROOT / "results" / "step_cost.json").read_text())["results"]
+    text = (ROOT / "README.md").read_text()
+    for row in results:
+        assert f"{row['time_ratio']:.2f} ×" in text
+
+
+def load_example(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_find_bad_source_prints_what_the_readme_shows(capsys):
+    probabilities = load_example("find_bad_source").main()
+    assert probabilities[3] < 0.02
+    (shown,) = (block for block in blocks("README.md", "text") if block.startswith("step"))
+    printed = {line.split()[1]: line for line in capsys.readouterr().out.splitlines() if line.startswith("step")}
+    for line in shown.splitlines():  # up to what another processor may round differently
+        assert shares(line) == pytest.approx(shares(printed[line.split()[1]]), abs=0.01)
+
+
+def shares(line):
+    return [float(word.rstrip("*")) for word in line.split()[2:]]
+
+
+def test_example_weights():
+    learned, wrong = load_example("example_weights").main(steps=250)
+    assert learned[wrong].mean() < 0.6 < learned[~wrong].mean()
+
+
+@pytest.mark.parametrize("seed", [0])
+def test_label_smoothing(seed):
+    clean, noisy = load_example("label_smoothing").main(seed=seed)
+    assert noisy > 2 * clean
