@@ -35,7 +35,7 @@ def show(step, probabilities):
 def main(steps=300, seed=0):
     torch.manual_seed(seed)
     sources, (test_x, test_y) = make_sources(torch.Generator().manual_seed(seed))
-    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 100), nn.ReLU(), nn.Linear(100, 10))
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 100), nn.BatchNorm1d(100), nn.ReLU(), nn.Linear(100, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     mixture = inloop.Mixture(sources)

@@ -45,8 +45,11 @@ def test_the_loop_of_the_readme_runs_as_printed(capsys):
     assert "tensor(" in capsys.readouterr().out
     assert int(names["policy"].probabilities().argmin()) == 2
     names["learner"].close()
+    names["batches_with_a_source_tag"] = [(*names["mixture"].draw(tag), tag) for tag in torch.randint(0, 4, (20, 64))]
     for block in blocks("README.md", "python"):
         exec(block, names)
+    assert names["rewards_K"].shape == (4,)
+    assert names["rewards_K"].isfinite().all()
     assert names["rewards_N"].shape == (256,)
     assert {name: len(part) for name, part in names["actions"].items()} == {
         "source": 64,

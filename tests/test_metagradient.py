@@ -258,7 +258,7 @@ def test_bad_use_is_named():
     x, y = batches(1)[0]
     with pytest.raises(UsageError, match="does not depend on the meta-parameters"):
         MetaGradient(model, meta, sgd).step(lambda phi: F.cross_entropy(model(x), y))
-    with pytest.raises(UsageError, match=r"tensor of shape \(6,\); a scalar is needed"):
+    with pytest.raises(UsageError, match=r"tensor of shape \(6,\); a scalar with its graph is needed"):
         MetaGradient(model, meta, sgd).step(lambda phi: F.cross_entropy(model(x), y, reduction="none"))
     assert all(p.grad is None for p in model.parameters())
 

@@ -9,6 +9,7 @@ from inloop.errors import InloopError as InloopError
 
 # learning a distribution while a model trains
 from inloop.learner import InLoop as InLoop
+from inloop.metagradient import MetaGradient as MetaGradient
 
 # drawing batches
 from inloop.mixture import Mixture as Mixture

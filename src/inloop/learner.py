@@ -12,6 +12,7 @@ first shows in what is sampled for step t+2.
 
 import copy
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -20,15 +21,23 @@ import torch
 from torch import Tensor, nn
 
 from inloop.alignment import Direction, Recorder, Tape, gradients_of
+from inloop.alignment.batch_size import Structure, structure_of
 from inloop.alignment.plan import LayerFilter
 from inloop.alignment.tape import Reduction, check_reduction
 from inloop.draws import Draw, DrawnStep
 from inloop.errors import UsageError, VerificationError
 from inloop.policies import Actions, Policy
+from inloop.randomness import default_generator
 from inloop.reinforce import Reinforce
 from inloop.report import StepReport, summarise_rewards
 from inloop.rewards import Normalisation, Reference, Reward, Step, as_reward, check_reference, held_out_reference
-from inloop.step_checks import gradient_norm, refuse_missing_gradients, refuse_other_batch_sizes, what_is_not_finite
+from inloop.step_checks import (
+    as_number,
+    gradient_norm,
+    refuse_missing_gradients,
+    refuse_other_batch_sizes,
+    what_is_not_finite,
+)
 
 log = logging.getLogger("inloop")
 
@@ -54,8 +63,9 @@ class InLoop:
         layers: Which layers count for the reward; see :func:`inloop.capture`.
         batchnorm_affine: Whether BatchNorm's own weight and bias count.
         copy_inputs: Keep copies of the layers' inputs, for writers that torch cannot see.
-        verify: Check that the recorded examples add up to every gradient: on the "first" step, on each (True), never (False).
-        generator: The source of all sampling; by default one that is seeded with torch's seed.
+        verify: Check that the recorded examples add up to every gradient: the "first" two times that a kind of step is seen
+            (the second shows gradients that were not cleared), on each step (True), never (False).
+        generator: The source of all sampling; by default one that follows torch's seed.
         callback: Called with each step's :class:`StepReport`.
     """
 
@@ -80,6 +90,11 @@ class InLoop:
         generator: torch.Generator | None = None,
         callback: Callable[[StepReport], None] | None = None,
     ) -> None:
+        if not isinstance(model, nn.Module) or not isinstance(policy, Policy):
+            got = f"InLoop({type(model).__name__}, {type(policy).__name__})"
+            raise UsageError(
+                f"{got}: the first argument is the model, an nn.Module, the second the policy, an inloop.Policy."
+            )
         if start_after < 0:
             raise UsageError(f"start_after={start_after}: allowed are whole numbers from 0.")
         if verify not in ("first", True, False):
@@ -95,7 +110,7 @@ class InLoop:
         self.dry_run = dry_run
         self.reduction = reduction
         self.verify = verify
-        self.generator = generator or torch.Generator().manual_seed(torch.initial_seed())
+        self.generator = generator or default_generator("sampling of actions")
         self.callback = callback
         self.reinforce = Reinforce(
             policy,
@@ -110,7 +125,8 @@ class InLoop:
         self._snapshot_version = -1
         self._pending: DrawnStep | None = None
         self._previous: Reference | None = None
-        self._verified = False
+        self._verified: Counter[Structure] = Counter()
+        self._paid_since_saved = True
         self._closed = False
         self._recorder = Recorder(model, layers, batchnorm_affine=batchnorm_affine, copy_inputs=copy_inputs)
         self._begin_step()
@@ -144,10 +160,10 @@ class InLoop:
         self._refuse_if_closed()
         draws = self._take_draws(actions)
         try:
-            report = self._step(float(loss.detach()) if isinstance(loss, Tensor) else float(loss), draws)
-        except VerificationError:
+            report = self._step(as_number(loss), draws)
+        except VerificationError as error:
             self.close()
-            raise
+            raise VerificationError(f"{error} The learner has been closed.") from None
         except Exception:
             self._drop_pending()
             self._begin_step(draws)
@@ -172,6 +188,7 @@ class InLoop:
         if paid is None:
             return self._report(lag)
         rewards_N = self.reward(paid.step, reference)
+        self._paid_since_saved = True
         paid.release()
         if not bool(rewards_N.isfinite().all()):
             return self._report(lag, dropped="a reward is not finite")
@@ -231,9 +248,12 @@ class InLoop:
         return DrawnStep(Step(sum(draw.num_examples for draw in draws), tape), draws)
 
     def _verify(self, tape: Tape | None, gradients: Direction) -> None:
-        if tape is not None and (self.verify is True or (self.verify == "first" and not self._verified)):
+        if tape is None or self.verify is False:
+            return
+        kind = structure_of(tape.calls)
+        if self.verify is True or self._verified[kind] < 2:
             tape.verify(gradients)
-            self._verified = True
+            self._verified[kind] += 1
 
     # ---------------------------------------------------------------- draws and snapshots
 
@@ -252,7 +272,11 @@ class InLoop:
                 )
             return list(self._draws)
         known = [draw for draw in self._draws if draw.actions is actions]
-        return known or [Draw(actions, self._current_policy(), self.reinforce.version)]
+        if known:
+            return known
+        with torch.no_grad():
+            self.policy.log_prob(actions)  # refuses what is no action of this policy
+        return [Draw(actions, self._current_policy(), self.reinforce.version)]
 
     def _drop_pending(self) -> None:
         if self._pending is not None:
@@ -295,7 +319,12 @@ class InLoop:
                 step is dropped, here and now; as the run that goes on drops it too, it and a run continued from this state are
                 equal bit for bit.
         """
-        if not pending:
+        if not pending and self._pending is not None:
+            if not self._paid_since_saved:
+                log.warning(
+                    "state_dict() drops the step that waits to be paid; called after every step, nothing is ever paid"
+                )
+            self._paid_since_saved = False
             self._drop_pending()
         return {
             "policy": self.policy.state_dict(),
@@ -303,7 +332,6 @@ class InLoop:
             "generator": self.generator.get_state(),
             "num_steps": self.num_steps,
             "num_dropped": self.num_dropped,
-            "verified": self._verified,
             "draws": [draw.state_dict() for draw in self._draws],
             "previous": None if self._previous is None else self._previous.state_dict(),
             "pending": None if self._pending is None else self._pending.state_dict(),
@@ -311,11 +339,15 @@ class InLoop:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`; what is pending here is dropped."""
+        if missing := {"policy", "reinforce", "generator", "num_steps"} - set(state):
+            raise UsageError(
+                f"This is no state of an InLoop learner: it has no {sorted(missing)}; it has {sorted(state)[:5]}."
+            )
         self._drop_pending()
         self.policy.load_state_dict(state["policy"])
         self.reinforce.load_state_dict(state["reinforce"])
         self.generator.set_state(state["generator"])
-        self.num_steps, self.num_dropped, self._verified = state["num_steps"], state["num_dropped"], state["verified"]
+        self.num_steps, self.num_dropped = state["num_steps"], state["num_dropped"]
         self._previous = None if state["previous"] is None else Reference(**state["previous"])
         self._snapshot = None
         self._begin_step()

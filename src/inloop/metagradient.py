@@ -81,6 +81,11 @@ class MetaGradient:
                 f"optimizer is {type(optimizer).__name__}; Algorithm 1 differentiates the update itself and knows torch.optim.SGD "
                 "only. Fix: use SGD, or learn a sampled choice with inloop.InLoop, which works with any optimizer."
             )
+        if not isinstance(meta, nn.Module):
+            raise UsageError(f"meta is a {type(meta).__name__}; φ must be the parameters of an nn.Module.")
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if not any(id(parameter) in held for parameter in model.parameters()):
+            raise UsageError("The optimizer holds no parameter of the model. Fix: give the one that trains it.")
         self.model = model
         self.meta = meta
         self.optimizer = optimizer
@@ -139,8 +144,9 @@ class MetaGradient:
     ) -> Tensor:
         tensors = {f"model.{n}": v for n, v in theta.items()} | {f"meta.{n}": v for n, v in phi.items()} | buffers
         loss: Tensor = functional_call(self._both, tensors, (loss_function, phi_free))
-        if loss.dim() != 0:
-            raise UsageError(f"The loss function returned a tensor of shape {tuple(loss.shape)}; a scalar is needed.")
+        if not isinstance(loss, Tensor) or loss.dim() != 0:
+            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise UsageError(f"The loss function returned {got}; a scalar with its graph is needed.")
         return loss
 
     def _reuse(self, last: _LastStep, gradients: dict[str, Tensor]) -> dict[str, Tensor | None]:

@@ -28,6 +28,13 @@ class Reinforce:
             raise UsageError(f"accumulate={accumulate}: allowed are whole numbers from 1.")
         if normalisation not in ("step", "window", "none"):
             raise UsageError(f"normalisation={normalisation!r}: allowed are 'step', 'window' and 'none'.")
+        own = {id(p) for p in policy.parameters() if p.requires_grad}
+        held = {id(p) for group in getattr(optimizer, "param_groups", []) for p in group["params"]}
+        if own != held:
+            raise UsageError(
+                "The policy's optimizer must hold the policy's parameters and no others. Fix: make one for it, as in "
+                "torch.optim.Adam(policy.parameters(), lr=0.1)."
+            )
         self.policy = policy
         self.optimizer = optimizer
         self.accumulate = accumulate

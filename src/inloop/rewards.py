@@ -48,6 +48,12 @@ def held_out_reference(model: nn.Module, held_out_loss: Callable[[], Tensor]) ->
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     with torch.enable_grad():
         loss = held_out_loss()
+        if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.requires_grad:
+            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise UsageError(
+                f"The reference function returned {got}. It must take no argument and return a scalar loss of the model with its "
+                "graph: not .item(), not under no_grad, and without calling backward."
+            )
         gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
     return Reference(dict(zip(named, gradients, strict=True)), float(loss.detach()))
 

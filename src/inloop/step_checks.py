@@ -7,8 +7,20 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from inloop.alignment import Direction, Tape
+from inloop.alignment.batch_size import batch_sizes
 from inloop.draws import Draw
 from inloop.errors import BatchSizeError, UsageError
+
+
+def as_number(loss: Tensor | float) -> float:
+    """The value of a scalar loss."""
+    if isinstance(loss, Tensor):
+        if loss.numel() != 1:
+            raise UsageError(
+                f"learner.step was given a loss of shape {tuple(loss.shape)}; the step's scalar loss is needed."
+            )
+        return float(loss.detach())
+    return float(loss)
 
 
 def gradient_norm(gradients: Direction) -> float:
@@ -26,7 +38,8 @@ def refuse_missing_gradients(tape: Tape | None, gradients: Direction, norm: floa
         )
     if all(gradient is None for gradient in gradients.values()):
         raise UsageError(
-            "learner.step was called but no parameter of the model has a gradient. Fix: call loss.backward() before it."
+            "learner.step was called but no parameter of the model has a gradient. Fix: call loss.backward() before it, "
+            "on the model that the learner has."
         )
     if tape is not None and not recorded:
         raise UsageError(
@@ -37,11 +50,12 @@ def refuse_missing_gradients(tape: Tape | None, gradients: Direction, norm: floa
 
 def refuse_other_batch_sizes(tape: Tape, draws: Sequence[Draw]) -> None:
     """Raise unless there is one action for each example."""
-    chosen, seen = [draw.num_examples for draw in draws], tape.batch_sizes
+    chosen, seen = [draw.num_examples for draw in draws], batch_sizes(tape.calls)
     if sum(seen) != sum(chosen) or (len(seen) == len(chosen) and seen != chosen):
         raise BatchSizeError(
             f"The actions are for {chosen} example(s), the model saw {seen} (one number a micro-batch). There must be one "
-            "action for each example, in order. Fix: call learner.sample(n) once for each micro-batch, with its size."
+            "action for each example, in order. Fix: call learner.sample(n) once before each micro-batch, with its size; for "
+            "actions that were sampled ahead, say which are used: learner.step(loss, actions=...)."
         )
 
 

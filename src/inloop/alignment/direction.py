@@ -10,8 +10,8 @@ from inloop.errors import DirectionError
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
-    """The direction that a backward pass has left: ``.grad`` of every trainable parameter, by name."""
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+    """The direction that a backward pass has left: ``.grad`` of every parameter by name, None for a frozen one."""
+    return {name: parameter.grad if parameter.requires_grad else None for name, parameter in model.named_parameters()}
 
 
 def resolve_direction(
@@ -30,6 +30,8 @@ def resolve_direction(
     Raises:
         DirectionError: On an unknown, missing, mis-shaped or contradictory entry.
     """
+    if not isinstance(direction, Mapping):
+        raise DirectionError(f"A direction is a dict from parameter names to tensors; got {type(direction).__name__}.")
     resolved: dict[str, Tensor | None] = {}
     for name, value in direction.items():
         if name not in aliases:

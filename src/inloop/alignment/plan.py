@@ -179,8 +179,10 @@ def _as_predicate(model: nn.Module, layers: LayerFilter | None) -> Callable[[str
             (owner for owner in owners if choice != owner and choice.startswith(f"{owner}." if owner else "")), None
         )
         if box is not None:
+            whole = f"'{box}'" if box else "the model itself"
             raise UsageError(
-                f"layers= names '{choice}', which is a part of '{box}' ({type(known[box]).__name__}). That module has no rule "
-                f"of its own and is aligned as a whole. Fix: name '{box}', or register a rule for it."
+                f"layers= names '{choice}', which is a part of {whole} ({type(known[box]).__name__}). That module owns parameters "
+                "directly and has no rule, so it is aligned as a whole. Fix: move those parameters into a small module of their "
+                f"own, register a rule, or name {whole}{'' if box else ' with an empty name'}."
             )
     return lambda name, module: any(choice in ("", name) or name.startswith(f"{choice}.") for choice in chosen)

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
 
 from inloop.alignment.call import LayerCall
 
@@ -94,11 +93,11 @@ def alignment_rule(
 def rule_for(layer: nn.Module) -> Rule | None:
     """The rule of the layer's type, if the layer really behaves like its type; None otherwise.
 
-    That is: nothing of its type's behaviour is overridden, no parametrization stands between parameter and weight
-    (weight_norm keeps Linear's forward!), and it owns no parameter that the rule does not know.
+    That is: nothing of its type's behaviour is overridden, and it owns no parameter that the rule does not know, not even in
+    a child: a parametrization such as weight_norm keeps Linear's forward and moves the weight there.
     """
     layer_type = next((known for known in type(layer).__mro__ if known in _RULES), None)
-    if layer_type is None or is_parametrized(layer) or not _keeps_behaviour(type(layer), layer_type):
+    if layer_type is None or not _keeps_behaviour(type(layer), layer_type):
         return None
     rule = _RULES[layer_type]
     own = {name for name, value in layer._parameters.items() if value is not None}

@@ -6,7 +6,7 @@ from typing import TypeAlias, Union
 import torch
 from torch import Tensor
 
-from inloop.errors import BatchSizeError
+from inloop.errors import BatchSizeError, UsageError
 
 Actions: TypeAlias = Union[Tensor, Mapping[str, "Actions"]]
 
@@ -19,6 +19,10 @@ def count_actions(actions: Actions) -> int:
     """
     if isinstance(actions, Tensor):
         return len(actions)
+    if not isinstance(actions, Mapping):
+        raise UsageError(
+            f"Actions are a tensor or a dict of tensors, one entry an example; got {type(actions).__name__}."
+        )
     counts = {name: count_actions(part) for name, part in actions.items()}
     if len(set(counts.values())) != 1:
         raise BatchSizeError(

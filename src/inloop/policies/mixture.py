@@ -32,7 +32,7 @@ class MixturePolicy(Discrete):
     """
 
     def __init__(self, num_sources: int, form: Literal["inverted", "softmax"] = "inverted", floor: float = 0.0) -> None:
-        if num_sources < 2:
+        if not isinstance(num_sources, int) or num_sources < 2:
             raise UsageError(
                 f"num_sources={num_sources}: a mixture needs at least 2 sources, with one there is nothing to learn."
             )

@@ -33,6 +33,8 @@ class Product(Policy):
 
     def __init__(self, factors: Mapping[str, Policy]) -> None:
         super().__init__()
+        if not isinstance(factors, Mapping):
+            raise UsageError(f"A Product takes a dict of policies by name; got {type(factors).__name__}.")
         if not factors:
             raise UsageError("A Product needs at least one factor; got none.")
         before: dict[str, Policy] = {}

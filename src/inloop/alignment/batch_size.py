@@ -1,0 +1,65 @@
+"""How many examples a step has, as its layers saw it; they must all agree."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from inloop.alignment.call import LayerCall
+from inloop.errors import BatchSizeError
+
+Structure = frozenset[tuple[tuple[int, str, int], int]]
+
+
+def batch_sizes(calls: Sequence[LayerCall]) -> list[int]:
+    """The number of examples of each micro-batch.
+
+    Raises:
+        BatchSizeError: If the layers of one micro-batch disagree, or if one computes what all examples share.
+    """
+    first: dict[int, LayerCall] = {}
+    for call in calls:
+        known = first.setdefault(call.batch, call)
+        if call.num_examples != known.num_examples:
+            raise BatchSizeError(_disagreement(call, known))
+    for call in calls:
+        if _looks_like_positions(call, calls):
+            raise BatchSizeError(
+                f"Layer '{call.name}' (Embedding) was given the positions 0 to {call.num_examples - 1}, of which there are as many "
+                f"as examples, and its output looks shared by all of them. {_SHARED}"
+            )
+    return [call.num_examples for _, call in sorted(first.items())]
+
+
+def structure_of(calls: Sequence[LayerCall]) -> Structure:
+    """Which layers were called how often in each micro-batch; another structure is another kind of step."""
+    return frozenset(Counter((call.batch, call.name, call.output_index) for call in calls).items())
+
+
+_SHARED = (
+    "Fix: what all examples share (positions) needs a batch axis of its own, as in positions.expand(N, -1), so that each "
+    "example's part in its gradient can be told."
+)
+
+
+def _disagreement(call: LayerCall, known: LayerCall) -> str:
+    if call.name == known.name:
+        return (
+            f"Layer '{call.name}' was called with {known.num_examples} and with {call.num_examples} examples in one micro-batch. "
+            "Fix: record one pass at a time; with a learner, call learner.sample(n) before each micro-batch and put passes that "
+            "are not part of the step into learner.paused()."
+        )
+    return (
+        f"Layer '{call.name}' saw {call.num_examples} rows, layer '{known.name}' {known.num_examples}. The first axis of every "
+        f"layer's output must count the examples. {_SHARED} Or keep examples on the first axis instead of folding them into "
+        f"another, or leave the layer out: layers=lambda name, module: name != '{call.name}'."
+    )
+
+
+def _looks_like_positions(call: LayerCall, calls: Sequence[LayerCall]) -> bool:
+    """Whether ids 0..L-1 were looked up once for all examples while another layer has L positions for each of L examples."""
+    ids = call.args[0] if call.args and isinstance(call.layer, nn.Embedding) else None
+    if ids is None or ids.dim() != 1 or len(ids) < 2 or not torch.equal(ids, torch.arange(len(ids), device=ids.device)):
+        return False
+    return any(other.dout.dim() > 2 and other.dout.shape[1] == len(ids) for other in calls)
