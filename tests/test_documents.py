@@ -47,6 +47,7 @@ def test_the_loop_of_the_readme_runs_as_printed(capsys):
     names["learner"].close()
     names["batches_with_a_source_tag"] = [(*names["mixture"].draw(tag), tag) for tag in torch.randint(0, 4, (20, 64))]
     for block in blocks("README.md", "python"):
+        model.zero_grad()
         exec(block, names)
     assert names["rewards_K"].shape == (4,)
     assert names["rewards_K"].isfinite().all()

@@ -12,6 +12,7 @@ from torch import nn
 from inloop import Bernoulli, Categorical, InLoop, Mixture, MixturePolicy, Product
 from inloop.alignment.oracles import align_by_loss
 from inloop.errors import BatchSizeError, OverwrittenTensorError, UnsupportedLayerError, UsageError, VerificationError
+from inloop.reinforce import normalise
 from inloop.rewards import Reward
 from tests.training import Run, make_net, make_sources
 
@@ -373,6 +374,60 @@ def test_an_overwritten_batch_leaves_no_half_updated_policy():
     assert run.reports[-1].paid
 
 
+def test_gradients_that_are_never_cleared_are_noticed_on_the_second_step():
+    run = Run()
+    run.optimizer.zero_grad = lambda: None
+    with pytest.raises(VerificationError, match=r"gradients were not cleared.*The learner has been closed"):
+        run.train(2)
+
+
+def test_a_kind_of_step_that_was_not_seen_before_is_verified():
+    """A probe between two steps, or a step that was skipped, is on the tape but not in the gradients."""
+    for skipped_sample in (False, True):
+        run = Run().train(4)
+        if skipped_sample:
+            run.learner.sample(64)
+        F.cross_entropy(run.model(torch.randn(64, 16)), torch.randint(0, 4, (64,))).backward()
+        run.optimizer.zero_grad()
+        with pytest.raises(VerificationError, match="learner.paused"):
+            run.step()
+
+
+def test_freezing_and_unfreezing_in_the_middle_of_a_run():
+    run = Run(accumulate=1, verify=True).train(3)
+    run.model[0].requires_grad_(False)
+    run.train(3)
+    assert run.reports[-1].paid
+    run.model[0].requires_grad_(True)
+    run.train(3)
+    assert run.reports[-1].paid
+    assert run.learner.num_dropped == 0
+
+
+def test_actions_that_the_policy_cannot_have_drawn_are_refused_at_once():
+    run = Run()
+    F.cross_entropy(run.model(torch.randn(3, 16)), torch.randint(0, 4, (3,))).backward()
+    with pytest.raises(UsageError, match="has the choices 0 to 3"):
+        run.learner.step(1.0, actions=torch.tensor([0, 1, 9]))
+    with pytest.raises(UsageError, match="got list"):
+        run.learner.step(1.0, actions=[0, 1, 2])
+
+
+@pytest.mark.parametrize(
+    ("held_out_loss", "got"),
+    [
+        (lambda: 1.0, "float"),
+        (lambda: None, "NoneType"),
+        (lambda: torch.zeros(3, requires_grad=True) + 0, r"a tensor of shape \(3,\)"),
+        (lambda: torch.tensor(1.0), r"a tensor of shape \(\)"),
+    ],
+)
+def test_a_reference_function_that_returns_no_loss(held_out_loss, got):
+    run = Run(reference=held_out_loss).train(1)
+    with pytest.raises(UsageError, match=f"returned {got}. It must take no argument and return a scalar loss"):
+        run.step()
+
+
 def test_a_model_that_does_not_add_up_is_named_and_the_learner_closed():
     class Functional(nn.Module):
         def __init__(self):
@@ -413,13 +468,29 @@ def test_verify_on_every_step_sees_a_later_penalty():
         ({"layers": ["nope"]}, "names 'nope'"),
         ({"verify": "always"}, "verify='always': allowed are 'first', True and False"),
         ({"start_after": -1}, "start_after=-1"),
+        (
+            {"policy_optimizer": torch.optim.SGD(make_net().parameters())},
+            "must hold the policy's parameters and no others",
+        ),
     ],
 )
 def test_bad_arguments_are_named_and_leave_no_hooks(options, message):
+    """An optimizer of other parameters would be stepped and cleared in the middle of training."""
     net = make_net()
     with pytest.raises(UsageError, match=message):
         InLoop(net, MixturePolicy(3), **options)
     assert num_hooks(net) == 0
+
+
+def test_arguments_of_the_wrong_kind_are_named():
+    with pytest.raises(UsageError, match=r"InLoop\(MixturePolicy, Sequential\): the first argument is the model"):
+        InLoop(MixturePolicy(3), make_net())
+    with pytest.raises(UsageError, match=r"a loss of shape \(2,\); the step's scalar loss is needed"):
+        run = Run()
+        run.learner.sample(2)
+        run.learner.step(torch.zeros(2))
+    with pytest.raises(UsageError, match="no state of an InLoop learner: it has no"):
+        Run().learner.load_state_dict(make_net().state_dict())
 
 
 def test_a_layer_that_is_refused_leaves_no_hooks():
@@ -570,6 +641,40 @@ def test_a_pending_step_survives_with_every_kind_of_layer(tmp_path):
         elsewhere.learner.load_state_dict(state["learner"] | {"policy": elsewhere.policy.state_dict()})
 
 
+def test_saving_after_every_step_is_noticed(caplog):
+    run = Run().train(1)
+    run.learner.state_dict()
+    assert caplog.text == ""
+    run.train(1)
+    run.learner.state_dict()
+    assert "called after every step, nothing is ever paid" in caplog.text
+
+
+def test_each_update_is_taken_at_the_policy_that_drew():
+    """φ moves between drawing and paying; the gradient of log p belongs to the φ of then."""
+    policy = MixturePolicy(4)
+    run = Run(policy=policy, accumulate=1, policy_optimizer=torch.optim.SGD(policy.parameters(), lr=0.5))
+    scores, actions = [policy.scores.detach().clone()], []
+    rewards = []
+    original = run.learner.reward
+    run.learner.reward = type("Spy", (), {"needs_tape": True, "__call__": lambda _, *a: spy(original(*a))})()
+
+    def spy(rewards_N):
+        rewards.append(rewards_N)
+        return rewards_N
+
+    for _ in range(5):
+        run.step()
+        scores.append(policy.scores.detach().clone())
+    generator = torch.Generator().manual_seed(0)
+    for t in range(4):  # step t draws by scores[t] and is paid in step t + 1
+        drawn_by = MixturePolicy(4)
+        drawn_by.load_state_dict({"scores": scores[t]})
+        actions = drawn_by.sample(64, generator)
+        (gradient,) = torch.autograd.grad((normalise(rewards[t]) * drawn_by.log_prob(actions)).sum(), [drawn_by.scores])
+        torch.testing.assert_close(scores[t + 2] - scores[t + 1], 0.5 * gradient, rtol=1e-4, atol=1e-5)
+
+
 def test_the_same_seed_gives_the_same_run():
     first, second = Run(accumulate=1).train(6), Run(accumulate=1).train(6)
     assert torch.equal(first.policy.scores, second.policy.scores)
@@ -580,9 +685,9 @@ def test_the_same_seed_gives_the_same_run():
     assert not torch.equal(InLoop(first.model, MixturePolicy(4)).sample(20), by_torch_seed)
 
 
-def test_mixture_and_learner_fit_together_without_arguments():
-    sources = make_sources(3)
+def test_mixture_and_learner_draw_independently_without_arguments():
+    """Every example of every source is drawn sooner or later; with generators of one seed most never would be."""
+    sources = [(torch.arange(100 * k, 100 * (k + 1)),) for k in range(3)]
     mixture, learner = Mixture(sources), InLoop(make_net(), MixturePolicy(3))
-    x, y = mixture.draw(learner.sample(5))
-    assert x.shape == (5, 16)
-    assert y.shape == (5,)
+    (drawn,) = mixture.draw(learner.sample(6000))
+    assert len(drawn.unique()) == 300

@@ -263,6 +263,14 @@ def test_bad_use_is_named():
     assert all(p.grad is None for p in model.parameters())
 
 
+def test_arguments_of_the_wrong_kind_are_named():
+    model, sgd = make_net(), torch.optim.SGD(make_net().parameters(), lr=0.1)
+    with pytest.raises(UsageError, match="holds no parameter of the model"):
+        MetaGradient(model, Weights(), sgd)
+    with pytest.raises(UsageError, match="meta is a Parameter"):
+        MetaGradient(model, nn.Parameter(torch.ones(2)), torch.optim.SGD(model.parameters(), lr=0.1))
+
+
 def test_an_update_that_is_not_plain_sgd_is_noticed():
     model, meta = make_net(), Weights()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -274,6 +282,33 @@ def test_an_update_that_is_not_plain_sgd_is_noticed():
     optimizer.zero_grad()
     with pytest.raises(UsageError, match="did not move by the SGD step.*without clipping"):
         learner.step(lambda phi: weighted_loss(model, x, y, phi))
+
+
+@pytest.mark.parametrize("remedy", ["stop-gradient", "phi-free"])
+def test_a_continued_run_equals_the_uninterrupted_one(remedy):
+    def start():
+        model, meta = make_net(), Weights()
+        return MetaGradient(model, meta, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), remedy=remedy)
+
+    def train(learner, steps):
+        for x, y in steps:
+            learner.step(lambda phi, x=x, y=y: weighted_loss(learner.model, x, y, phi))
+            learner.optimizer.step()
+            learner.optimizer.zero_grad()
+
+    steps = batches(9)
+    first = start()
+    train(first, steps[:5])
+    saved = copy.deepcopy((first.state_dict(), first.model.state_dict(), first.optimizer.state_dict()))
+    train(first, steps[5:])
+    second = start()
+    train(second, steps[:2])
+    second.load_state_dict(saved[0])
+    second.model.load_state_dict(saved[1])
+    second.optimizer.load_state_dict(saved[2])
+    train(second, steps[5:])
+    assert torch.equal(first.meta.weight, second.meta.weight)
+    assert not torch.equal(first.meta.weight, torch.ones(N, dtype=torch.float64))
 
 
 def test_a_meta_gradient_that_is_not_finite_is_dropped(caplog):

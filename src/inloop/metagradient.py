@@ -18,7 +18,7 @@ import copy
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -133,6 +133,21 @@ class MetaGradient:
             self._expected = self._update_to_expect()
         self.num_steps += 1
         return loss.detach()
+
+    def state_dict(self) -> dict[str, Any]:
+        """φ, its optimizer and the position; the step that φ has not answered for yet is dropped, here and now."""
+        self._last = None
+        return {
+            "meta": self.meta.state_dict(),
+            "meta_optimizer": self.meta_optimizer.state_dict(),
+            "num_steps": self.num_steps,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._last, self._expected = None, None
+        self.meta.load_state_dict(state["meta"])
+        self.meta_optimizer.load_state_dict(state["meta_optimizer"])
+        self.num_steps = state["num_steps"]
 
     def _evaluate(
         self,

@@ -175,7 +175,10 @@ def test_a_layer_that_does_not_exist_is_named():
 
 def test_a_part_of_a_black_box_cannot_be_chosen():
     model = nn.Sequential(nn.MultiheadAttention(4, 2, batch_first=True))
-    with pytest.raises(UsageError, match=r"part of '0' \(MultiheadAttention\)"), capture(model, layers=["0.out_proj"]):
+    with (
+        pytest.raises(UsageError, match=r"part of '0' \(MultiheadAttention\).*small module"),
+        capture(model, layers=["0.out_proj"]),
+    ):
         pass
 
 
@@ -338,6 +341,43 @@ def test_layers_that_disagree_on_the_number_of_examples_are_named():
     with capture(model) as tape:
         model(x(5)).sum().backward()
     with pytest.raises(BatchSizeError, match=r"'0' saw 6 rows, layer '3' 12"):
+        tape.align(random_direction(model))
+
+
+class Positions(nn.Module):
+    """The usual transformer start, with the positions looked up once for all examples or once for each."""
+
+    def __init__(self, length, shared):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(9, 4), nn.Embedding(length, 4)
+        self.head = nn.Linear(4, 3)
+        self.shared = shared
+
+    def forward(self, ids):
+        positions = torch.arange(ids.shape[1])
+        return self.head(
+            torch.tanh(self.tokens(ids) + self.positions(positions if self.shared else positions.expand_as(ids)))
+        )
+
+
+@pytest.mark.parametrize("length", [5, N])
+def test_positions_shared_by_all_examples_are_refused(length):
+    """Also where there are as many positions as examples, which no count of rows can tell."""
+    ids = torch.randint(0, 9, (N, length))
+    assert_exact(Positions(length, shared=False).double(), ids)
+    model = Positions(length, shared=True).double()
+    with capture(model) as tape:
+        model(ids).square().sum().backward()
+    with pytest.raises(BatchSizeError, match=r"positions.expand\(N, -1\)"):
+        tape.align(random_direction(model))
+
+
+def test_two_passes_of_different_size_are_named():
+    model = small_net()
+    with capture(model) as tape:
+        model(x(5)).sum().backward()
+        model(x(5)[:2]).sum().backward()
+    with pytest.raises(BatchSizeError, match="'2' was called with 6 and with 2 examples in one micro-batch"):
         tape.align(random_direction(model))
 
 

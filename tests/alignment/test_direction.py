@@ -43,6 +43,11 @@ def test_a_shape_that_does_not_fit(model, tape):
         tape.align(direction_of(model) | {"1.weight": torch.zeros(4)})
 
 
+def test_no_dict_at_all(tape):
+    with pytest.raises(DirectionError, match="dict from parameter names to tensors; got list"):
+        tape.align([torch.zeros(4, 4)])
+
+
 def test_none_means_zero(model, tape):
     direction = direction_of(model)
     zero = tape.align(direction | {"1.weight": torch.zeros(4, 4)})

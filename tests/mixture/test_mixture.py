@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from inloop import Mixture
 from inloop.errors import UsageError
@@ -46,7 +46,26 @@ def test_actions_of_a_product_name_their_source():
     assert x.tolist() == [1.0, 0.0]
 
 
+class Named(Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return {"name": f"example {index}", "label": index}
+
+
+def test_examples_are_collated_as_by_a_dataloader():
+    batch = Mixture([Named(), Named()]).draw(torch.tensor([0, 1, 1]))
+    assert batch["name"] == [f"example {label}" for label in batch["label"]]
+    lengths = Mixture([Named(), Named()], collate=len)
+    assert lengths.draw(torch.tensor([0, 1, 1])) == 3
+
+
 def test_bad_sources_and_actions_are_named():
+    with pytest.raises(UsageError, match=r"Source 1 is a Tensor. Allowed are a map-style dataset"):
+        Mixture([(torch.zeros(2),), torch.zeros(2)])
+    with pytest.raises(UsageError, match=r"Source 0 is a DataLoader"):
+        Mixture([DataLoader([1, 2]), DataLoader([1, 2])])
     with pytest.raises(UsageError, match="at least 2 sources; got 1"):
         Mixture([(torch.zeros(2),)])
     with pytest.raises(UsageError, match=r"at least one example; the sizes are \[2, 0\]"):
