@@ -218,6 +218,104 @@ def test_lag_counts_the_updates_between_drawing_and_using():
         run.learner.step(1.0)
 
 
+def test_actions_are_known_by_their_values():
+    run = Run(accumulate=1)
+    for _ in range(4):
+        x, y = run.mixture.draw(actions := run.learner.sample(16))
+        loss = F.cross_entropy(run.model(x), y)
+        loss.backward()
+        run.learner.step(loss, actions.clone())
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    assert run.learner._draws == []
+
+
+def test_interleaving_with_the_previous_gradient_never_pays_plain_steps():
+    run = Run(reference="previous", interleave=True, accumulate=1).train(6)
+    assert [report.paid for report in run.reports] == [False, False, True, False, True, False]
+
+
+def test_gradients_that_really_are_zero_are_no_mistake():
+    """Dead units leave gradients of zero at the outputs of layers that have none at their weights."""
+    net = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4, bias=False))
+    with torch.no_grad():
+        net[0].bias.fill_(-1e3)
+    run = Run(net=net).train(3)
+    assert run.reports[-1].paid
+    assert run.reports[-1].reward_mean == 0
+
+
+def test_tiny_gradients_are_no_mistake():
+    """A saturated loss: gradients whose squares are zero in float32."""
+    net = nn.Linear(16, 4)
+    run = Run([(x, torch.zeros(len(x), dtype=torch.long)) for x, _ in make_sources()], net=net, lr=0.0)
+    with torch.no_grad():
+        net.weight.zero_()
+        net.bias.copy_(torch.tensor([60.0, 0.0, 0.0, 0.0]))
+    for _ in range(3):
+        x, y = run.mixture.draw(run.learner.sample(16))
+        loss = F.cross_entropy(run.model(x), y)
+        loss.backward()
+        assert 0 < net.weight.grad.abs().max() < 1e-20
+        report = run.learner.step(loss)
+        run.optimizer.zero_grad()
+    assert report.paid
+
+
+def test_sampling_ahead_while_interleaving_is_refused_clearly():
+    run = Run(interleave=True).train(1)
+    ahead = run.learner.sample(8)
+    run.learner.num_steps += 1
+    x, y = run.mixture.draw(actions := run.learner.sample(8))
+    assert ahead is not actions
+    F.cross_entropy(run.model(x), y).backward()
+    with pytest.raises(UsageError, match="right before each batch"):
+        run.learner.step(1.0, actions)
+
+
+def test_an_empty_batch_is_not_paid():
+    run = Run(accumulate=1, reduction="sum").train(3)
+    run.learner.sample(0)
+    run.model(torch.zeros(0, 16)).sum().backward()
+    for parameter in run.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    run.learner.step(0.0)
+    run.optimizer.zero_grad()
+    assert not run.step().paid
+    assert run.step().paid
+
+
+def test_options_reach_what_they_are_for():
+    by_seed = [
+        InLoop(make_net(), MixturePolicy(4), generator=torch.Generator().manual_seed(s)).sample(50) for s in (1, 1, 2)
+    ]
+    assert torch.equal(by_seed[0], by_seed[1])
+    assert not torch.equal(by_seed[0], by_seed[2])
+    policy = MixturePolicy(4)
+    frozen = Run(policy=policy, accumulate=1, policy_optimizer=torch.optim.SGD(policy.parameters(), lr=0.0)).train(4)
+    assert torch.equal(frozen.policy.scores, torch.zeros(4))
+    assert frozen.reports[-1].updated
+    assert Run().learner.reinforce.optimizer.defaults["lr"] == 0.1
+    by_mean, by_sum = Run().train(2), Run(reduction="sum").train(2)
+    assert by_mean.reports[1].reward_mean == pytest.approx(64 * by_sum.reports[1].reward_mean, rel=1e-5)
+    copying = Run(copy_inputs=True)
+    x, y = copying.mixture.draw(copying.learner.sample(8))
+    F.cross_entropy(copying.model(x), y).backward()
+    copying.learner.step(1.0)
+    x.zero_()
+    copying.optimizer.zero_grad()
+    assert copying.step().paid
+
+
+def test_a_frozen_part_of_a_policy_stays():
+    policy = Product({"source": MixturePolicy(4), "operation": Categorical(3)})
+    policy.factors["operation"].requires_grad_(False)
+    run = Run(policy=policy, accumulate=1).train(5)
+    assert run.reports[-1].updated
+    assert torch.equal(policy.factors["operation"].logits, torch.zeros(3))
+    assert not torch.equal(policy.factors["source"].scores, torch.zeros(4))
+
+
 # ------------------------------------------------------------------ learning
 
 
@@ -381,16 +479,53 @@ def test_gradients_that_are_never_cleared_are_noticed_on_the_second_step():
         run.train(2)
 
 
-def test_a_kind_of_step_that_was_not_seen_before_is_verified():
-    """A probe between two steps, or a step that was skipped, is on the tape but not in the gradients."""
-    for skipped_sample in (False, True):
-        run = Run().train(4)
-        if skipped_sample:
-            run.learner.sample(64)
-        F.cross_entropy(run.model(torch.randn(64, 16)), torch.randint(0, 4, (64,))).backward()
-        run.optimizer.zero_grad()
-        with pytest.raises(VerificationError, match="learner.paused"):
-            run.step()
+def probe(run, n=64):
+    F.cross_entropy(run.model(torch.randn(n, 16)), torch.randint(0, 4, (n,))).backward()
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_batch_that_was_given_up_is_forgotten(sampled):
+    """A probe, or a step that was skipped after backward: it is on the tape, but its gradients were cleared."""
+    run = Run(accumulate=1).train(4)
+    if sampled:
+        run.learner.sample(64)
+    probe(run)
+    run.optimizer.zero_grad()
+    run.train(3)
+    assert run.reports[-1].rewards.count_K.sum() == 64
+    assert [report.paid for report in run.reports[1:]] == [True] * 6
+    with_probe, without = Run(accumulate=1), Run(accumulate=1)
+    for _ in range(4):
+        probe(with_probe, 5)
+        with_probe.optimizer.zero_grad()
+        with_probe.step()
+        without.step()
+    assert rewards_of(with_probe)[1:] == rewards_of(without)[1:]
+
+
+def test_a_pass_that_does_not_belong_to_the_step_is_noticed_whenever_it_comes():
+    """A kind of step that was not seen before is verified: here one with a side pass for an adversarial example."""
+    run = Run().train(4)
+    x, y = run.mixture.draw(run.learner.sample(64))
+    x.requires_grad_()
+    torch.autograd.grad(F.cross_entropy(run.model(x), y), x)
+    loss = F.cross_entropy(run.model(x), y)
+    loss.backward()
+    with pytest.raises(VerificationError, match="learner.paused"):
+        run.learner.step(loss)
+
+
+def test_skip_forgets_a_batch_whose_forward_failed():
+    run = Run(accumulate=1).train(3)
+    run.learner.sample(64)
+    with pytest.raises(RuntimeError):
+        run.model(torch.randn(64, 99))
+    run.learner.skip()
+    run.train(2)
+    assert run.reports[-1].rewards.count_K.sum() == 64
+    run.learner.sample(64)
+    with pytest.raises(BatchSizeError, match=r"learner.skip\(\)"):
+        run.step()
 
 
 def test_freezing_and_unfreezing_in_the_middle_of_a_run():
@@ -533,12 +668,19 @@ def test_paused_passes_leave_no_trace():
     assert rewards_of(plain)[1:] == rewards_of(with_pause)[1:]
 
 
-def test_step_inside_paused_is_refused():
-    run = Run().train(2)
-    x, y = run.mixture.draw(run.learner.sample(8))
-    F.cross_entropy(run.model(x), y).backward()
-    with pytest.raises(UsageError, match="inside learner.paused"), run.learner.paused():
-        run.learner.step(1.0)
+def test_step_inside_paused_is_refused_and_changes_nothing():
+    run, other = Run(accumulate=1), Run(accumulate=1)
+    for _ in range(3):
+        x, y = run.mixture.draw(run.learner.sample(64))
+        loss = F.cross_entropy(run.model(x), y)
+        loss.backward()
+        with pytest.raises(UsageError, match="inside learner.paused"), run.learner.paused():
+            run.learner.step(loss)
+        run.learner.step(loss)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        other.step()
+    assert rewards_of(run)[1:] == rewards_of(other)[1:]
 
 
 def test_evaluation_between_steps_leaves_no_trace():
@@ -577,7 +719,17 @@ def test_two_learners_on_one_model():
     assert report.reward_mean != run.reports[-1].reward_mean
 
 
-@pytest.mark.parametrize("options", [{}, {"reference": "previous"}, {"interleave": True}, {"reward": "nslr"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"reference": "previous"},
+        {"interleave": True},
+        {"reward": "nslr"},
+        {"reward": "nslr", "normalisation": "window"},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("pending", [False, True])
 def test_a_continued_run_equals_the_uninterrupted_one_bit_for_bit(options, pending, tmp_path):
     def checkpoint(run):
@@ -608,6 +760,56 @@ def test_a_continued_run_equals_the_uninterrupted_one_bit_for_bit(options, pendi
     assert continued.reports[-1].step == 23
     waited = options.get("reference") != "previous" and not pending  # "previous" leaves nothing to wait for
     assert continued.reports[2].paid is not waited
+
+
+def test_draws_made_ahead_survive_with_the_policy_that_made_them(tmp_path):
+    def use(run, actions):
+        x, y = run.mixture.draw(actions)
+        loss = F.cross_entropy(run.model(x), y)
+        loss.backward()
+        report = run.learner.step(loss, actions)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        return report
+
+    run = Run(accumulate=1).train(3)
+    ahead = [run.learner.sample(32) for _ in range(3)]
+    use(run, ahead[0])  # the policy has moved since the others were drawn
+    run.learner.num_dropped = 7
+    torch.save(
+        [
+            run.learner.state_dict(pending=True),
+            run.model.state_dict(),
+            run.optimizer.state_dict(),
+            run.mixture.generator.get_state(),
+        ],
+        tmp_path / "state.pt",
+    )
+    other = Run(accumulate=1, seed=8)
+    learner, model, optimizer, generator = torch.load(tmp_path / "state.pt", weights_only=True)
+    other.learner.load_state_dict(learner)
+    other.model.load_state_dict(model)
+    other.optimizer.load_state_dict(optimizer)
+    other.mixture.generator.set_state(generator)
+    for actions in ahead[1:]:
+        first, second = use(run, actions), use(other, actions)
+        assert first.lag == second.lag > 0
+        assert first.num_dropped == second.num_dropped == 7
+    run.train(2)
+    other.train(2)
+    assert torch.equal(run.policy.scores, other.policy.scores)
+
+
+def test_a_state_that_does_not_fit_changes_nothing():
+    run, other = Run(accumulate=1).train(3), Run(make_sources(5), accumulate=1).train(3)
+    before = run.policy.scores.detach().clone(), run.learner.num_steps
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        run.learner.load_state_dict(other.learner.state_dict(pending=True) | {"num_steps": 99})
+    assert torch.equal(run.policy.scores, before[0])
+    assert run.learner.num_steps == before[1]
+    state = run.learner.state_dict()
+    run.train(2)
+    assert not torch.equal(state["policy"]["scores"], run.policy.scores)  # a copy, not a view of what goes on
 
 
 def test_a_pending_step_survives_with_every_kind_of_layer(tmp_path):

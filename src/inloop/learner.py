@@ -26,7 +26,7 @@ from inloop.alignment.plan import LayerFilter
 from inloop.alignment.tape import Reduction, check_reduction
 from inloop.draws import Draw, DrawnStep
 from inloop.errors import UsageError, VerificationError
-from inloop.policies import Actions, Policy
+from inloop.policies import Actions, Policy, same_actions
 from inloop.randomness import default_generator
 from inloop.reinforce import Reinforce
 from inloop.report import StepReport, summarise_rewards
@@ -34,6 +34,7 @@ from inloop.rewards import Normalisation, Reference, Reward, Step, as_reward, ch
 from inloop.step_checks import (
     as_number,
     gradient_norm,
+    is_cleared,
     refuse_missing_gradients,
     refuse_other_batch_sizes,
     what_is_not_finite,
@@ -127,6 +128,7 @@ class InLoop:
         self._previous: Reference | None = None
         self._verified: Counter[Structure] = Counter()
         self._paid_since_saved = True
+        self._paused = 0
         self._closed = False
         self._recorder = Recorder(model, layers, batchnorm_affine=batchnorm_affine, copy_inputs=copy_inputs)
         self._begin_step()
@@ -134,16 +136,38 @@ class InLoop:
     # ---------------------------------------------------------------- the two calls of a training loop
 
     def sample(self, n: int) -> Actions:
-        """Choose for the ``n`` examples of the next (micro-)batch. Call it once for each micro-batch."""
+        """Choose for the ``n`` examples of the next (micro-)batch. Call it once before each micro-batch."""
+        draw = self.draw(n, plain=self.interleave and self.num_steps % 2 == 1)
+        self.use(draw)
+        return draw.actions
+
+    def draw(self, n: int, plain: bool = False) -> Draw:
+        """Choose for ``n`` examples that are used later: for loaders that work ahead.
+
+        Args:
+            plain: Draw the policy's neutral choices, for the plain steps of interleaving.
+        """
         self._refuse_if_closed()
-        neutral = self._is_plain_step()
-        source = self.policy.neutral if neutral else self.policy.sample
+        source = self.policy.neutral if plain else self.policy.sample
         with torch.no_grad():
             actions = source(n, self.generator)
-        self._draws.append(Draw(actions, self._current_policy(), self.reinforce.version, neutral))
-        if self._recorder.tape is not None:
+        return Draw(actions, self._current_policy(), self.reinforce.version, plain)
+
+    def use(self, draw: Draw) -> None:
+        """The next (micro-)batch that is trained on is the one that was chosen by ``draw``."""
+        self._refuse_if_closed()
+        if self._was_abandoned():
+            log.info("the passes since the last step left no gradient; what was sampled for them is forgotten")
+            self.skip()
+        self._draws.append(draw)
+        if draw.neutral:
+            self._recorder.stop()  # never paid, so nothing to record
+        elif self._recorder.tape is not None:
             self._recorder.tape.batch = len(self._draws) - 1
-        return actions
+
+    def skip(self) -> None:
+        """Forget what was sampled and recorded since the last step, as if the batch had never been."""
+        self._begin_step(self._draws)
 
     def step(self, loss: Tensor | float, actions: Actions | None = None) -> StepReport:
         """Pay the step before with this step's gradient. Call it after ``backward``, before clipping and the optimizer.
@@ -158,15 +182,17 @@ class InLoop:
             VerificationError: If the recorded examples do not add up to a gradient. The learner is closed then.
         """
         self._refuse_if_closed()
+        if self._paused:
+            raise UsageError("learner.step was called inside learner.paused(). Fix: leave the block first.")
         draws = self._take_draws(actions)
         try:
             report = self._step(as_number(loss), draws)
         except VerificationError as error:
             self.close()
             raise VerificationError(f"{error} The learner has been closed.") from None
-        except Exception:
+        except BaseException:
             self._drop_pending()
-            self._begin_step(draws)
+            self._begin_step(self._draws)
             raise
         self._begin_step(draws)
         if self.callback is not None:
@@ -185,7 +211,7 @@ class InLoop:
             return self._report(lag, dropped=problem)
         self._verify(current.step.tape, gradients)
         paid, reference = self._match(current, Reference(gradients, loss))
-        if paid is None:
+        if paid is None or paid.step.num_examples == 0:
             return self._report(lag)
         rewards_N = self.reward(paid.step, reference)
         self._paid_since_saved = True
@@ -216,32 +242,31 @@ class InLoop:
             return (None, now) if before is None or current.neutral else (current, before)
         paid, self._pending = self._pending, None if current.neutral else current
         if paid is not None and callable(self.reference):
-            with self.paused():
-                now = held_out_reference(self.model, self.reference)
+            now = held_out_reference(self.model, self.reference, with_gradient=self.reward.needs_tape)
         return paid, now
 
     # ---------------------------------------------------------------- recording
 
-    def _is_plain_step(self) -> bool:
-        return self.interleave and self.num_steps % 2 == 1
-
-    def _is_recorded_step(self) -> bool:
-        return self.reward.needs_tape and not self._is_plain_step()
-
     def _begin_step(self, used: Sequence[Draw] = ()) -> None:
-        """Record from here on, unless the coming step is never paid; draws that were not used yet wait for theirs."""
+        """Record from here on; draws that were not used yet wait for their batch."""
         self._draws = [draw for draw in self._draws if draw not in used]
-        if self._is_recorded_step():
+        if self.reward.needs_tape:
             self._recorder.start(self.reduction)
-        else:
-            self._recorder.stop()
+
+    def _was_abandoned(self) -> bool:
+        """Whether a backward pass was recorded whose gradients were then cleared without a step."""
+        tape = self._recorder.tape
+        return tape is not None and bool(tape.calls) and is_cleared(gradients_of(self.model))
 
     def _finish_recording(self, draws: list[Draw], gradients: Direction, norm: float) -> DrawnStep:
         """Take the step's tape, if it has one, and refuse what cannot be a training step."""
-        tape = self._recorder.tape
-        if tape is None and self._is_recorded_step():
-            raise UsageError("learner.step was called inside learner.paused(). Fix: leave the block first.")
+        tape = None if any(draw.neutral for draw in draws) else self._recorder.tape
         refuse_missing_gradients(tape, gradients, norm)
+        if tape is None and self.reward.needs_tape and not any(draw.neutral for draw in draws):
+            raise UsageError(
+                "This step was not recorded, since a plain step was sampled before it was trained on. Fix: with interleave=True call "
+                "learner.sample(n) right before each batch, or draw ahead with learner.draw and learner.use."
+            )
         if tape is not None:
             refuse_other_batch_sizes(tape, draws)
         self._recorder.stop()
@@ -271,9 +296,9 @@ class InLoop:
                     "pass step(loss, actions=...)."
                 )
             return list(self._draws)
-        known = [draw for draw in self._draws if draw.actions is actions]
-        if known:
-            return known
+        known = next((draw for draw in self._draws if same_actions(draw.actions, actions)), None)
+        if known is not None:
+            return [known]
         with torch.no_grad():
             self.policy.log_prob(actions)  # refuses what is no action of this policy
         return [Draw(actions, self._current_policy(), self.reinforce.version)]
@@ -289,9 +314,11 @@ class InLoop:
     def paused(self) -> Iterator[None]:
         """Forward and backward passes in this block leave no trace, and the step that waits to be paid goes on waiting."""
         tape, self._recorder.tape = self._recorder.tape, None
+        self._paused += 1
         try:
             yield
         finally:
+            self._paused -= 1
             self._recorder.tape = tape
 
     def close(self) -> None:
@@ -327,7 +354,7 @@ class InLoop:
             self._paid_since_saved = False
             self._drop_pending()
         return {
-            "policy": self.policy.state_dict(),
+            "policy": {name: value.clone() for name, value in self.policy.state_dict().items()},
             "reinforce": self.reinforce.state_dict(),
             "generator": self.generator.get_state(),
             "num_steps": self.num_steps,
@@ -343,14 +370,17 @@ class InLoop:
             raise UsageError(
                 f"This is no state of an InLoop learner: it has no {sorted(missing)}; it has {sorted(state)[:5]}."
             )
-        self._drop_pending()
+        # All that can fail comes first, so that a state that does not fit changes nothing.
+        draws = [Draw.restored(self.policy, saved) for saved in state["draws"]]
+        saved = state["pending"]
+        pending = None if saved is None else DrawnStep.restored(self.policy, self._recorder.plan, saved)
         self.policy.load_state_dict(state["policy"])
         self.reinforce.load_state_dict(state["reinforce"])
         self.generator.set_state(state["generator"])
         self.num_steps, self.num_dropped = state["num_steps"], state["num_dropped"]
         self._previous = None if state["previous"] is None else Reference(**state["previous"])
         self._snapshot = None
-        self._begin_step()
-        self._draws = [Draw.restored(self.policy, saved) for saved in state["draws"]]
-        if state["pending"] is not None:
-            self._pending = DrawnStep.restored(self.policy, self._recorder.plan, state["pending"])
+        self._drop_pending()
+        self._pending = pending
+        self._begin_step(self._draws)
+        self._draws = draws

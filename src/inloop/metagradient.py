@@ -110,16 +110,16 @@ class MetaGradient:
         phi_free = self.remedy == "phi-free" and self.num_steps % 2 == 1
         # optimizer.step() works in place and would spoil a graph that outlives it: hold the step's own parameters.
         theta, phi = _held(self.model), _held(self.meta)
-        random_state = torch.get_rng_state()
-        buffers = {name: buffer.clone() for name, buffer in self._both.named_buffers()}
+        before = self._moment() if self.computation == "unroll" else None
         loss = self._evaluate(loss_function, theta, phi, phi_free)
         if self.num_steps == 0:
             _refuse_loss_without(phi, loss)
         gradients = _gradients(loss, theta, create_graph=not phi_free)
         if self._last is not None:
-            if self.computation == "reuse":
+            if before is None:
                 meta_gradient = self._reuse(self._last, gradients)
             else:
+                random_state, buffers = before
                 with torch.random.fork_rng():  # the same loss again: same dropout, and statistics that move once
                     torch.set_rng_state(random_state)
                     meta_gradient = self._unroll(self._last, theta, phi, buffers, loss_function, phi_free)
@@ -133,6 +133,9 @@ class MetaGradient:
             self._expected = self._update_to_expect()
         self.num_steps += 1
         return loss.detach()
+
+    def _moment(self) -> tuple[Tensor, dict[str, Tensor]]:
+        return torch.get_rng_state(), {name: buffer.clone() for name, buffer in self._both.named_buffers()}
 
     def state_dict(self) -> dict[str, Any]:
         """φ, its optimizer and the position; the step that φ has not answered for yet is dropped, here and now."""
@@ -168,10 +171,11 @@ class MetaGradient:
         """``∇_{φ_{t-1}} <∇_θ l_{t-1}, -α' ∇_θ l_t>`` with the second factor held fixed."""
         names = [name for name in last.gradients if name in gradients and last.gradients[name].requires_grad]
         pushed = [-last.rates[name] * gradients[name].detach() for name in names]
+        phi = _trainable(last.phi)
         derivatives = torch.autograd.grad(
-            [last.gradients[n] for n in names], list(last.phi.values()), pushed, allow_unused=True
+            [last.gradients[n] for n in names], list(phi.values()), pushed, allow_unused=True
         )
-        return dict(zip(last.phi, derivatives, strict=True))
+        return dict(zip(phi, derivatives, strict=True))
 
     def _unroll(
         self,
@@ -190,8 +194,9 @@ class MetaGradient:
             for name, value in theta.items()
         }
         loss = self._evaluate(loss_function, unrolled, phi, phi_free, **buffers)
-        derivatives = torch.autograd.grad(loss, list(last.phi.values()), allow_unused=True)
-        return dict(zip(last.phi, derivatives, strict=True))
+        wanted = _trainable(last.phi)
+        derivatives = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+        return dict(zip(wanted, derivatives, strict=True))
 
     def _update_meta(self, meta_gradient: dict[str, Tensor | None]) -> None:
         if not all(value is None or bool(value.isfinite().all()) for value in meta_gradient.values()):
@@ -255,8 +260,12 @@ def _held(module: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in module.named_parameters()}
 
 
+def _trainable(held: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value for name, value in held.items() if value.requires_grad}
+
+
 def _refuse_loss_without(phi: dict[str, Tensor], loss: Tensor) -> None:
-    derivatives = torch.autograd.grad(loss, list(phi.values()), retain_graph=True, allow_unused=True)
+    derivatives = torch.autograd.grad(loss, list(_trainable(phi).values()), retain_graph=True, allow_unused=True)
     if all(derivative is None for derivative in derivatives):
         raise UsageError(
             "The loss does not depend on the meta-parameters. Fix: use the module that the loss function receives."

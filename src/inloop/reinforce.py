@@ -28,9 +28,8 @@ class Reinforce:
             raise UsageError(f"accumulate={accumulate}: allowed are whole numbers from 1.")
         if normalisation not in ("step", "window", "none"):
             raise UsageError(f"normalisation={normalisation!r}: allowed are 'step', 'window' and 'none'.")
-        own = {id(p) for p in policy.parameters() if p.requires_grad}
         held = {id(p) for group in getattr(optimizer, "param_groups", []) for p in group["params"]}
-        if own != held:
+        if not {id(p) for p in trainable(policy)} <= held <= {id(p) for p in policy.parameters()}:
             raise UsageError(
                 "The policy's optimizer must hold the policy's parameters and no others. Fix: make one for it, as in "
                 "torch.optim.Adam(policy.parameters(), lr=0.1)."
@@ -46,17 +45,18 @@ class Reinforce:
         self._steps = 0
         self._moments = torch.zeros(3, dtype=torch.float64)  # count, sum and sum of squares of the window's rewards
         # sum r ∇log p and, for normalising over the window, sum ∇log p
-        self._rewarded = [torch.zeros_like(p) for p in self.policy.parameters()]
-        self._unrewarded = [torch.zeros_like(p) for p in self.policy.parameters()]
+        self._rewarded = [torch.zeros_like(p) for p in trainable(self.policy)]
+        self._unrewarded = [torch.zeros_like(p) for p in trainable(self.policy)]
 
     def add(self, rewards_N: Tensor, draws: Sequence[Draw]) -> bool:
         """Take in one step's rewards, in the order of its draws; returns whether the policy was updated."""
         rewards_N = rewards_N.detach().to("cpu", torch.float64)
         weights_N = normalise(rewards_N) if self.normalisation == "step" else rewards_N
-        for draw, weights_n in zip(draws, torch.split(weights_N, [draw.num_examples for draw in draws]), strict=True):
-            _add_score_gradient(self._rewarded, draw, weights_n)
-            if self.normalisation == "window":
-                _add_score_gradient(self._unrewarded, draw, torch.ones_like(weights_n))
+        parts = list(zip(draws, torch.split(weights_N, [draw.num_examples for draw in draws]), strict=True))
+        rewarded = [score_gradient(draw, weights_n) for draw, weights_n in parts]
+        if self.normalisation == "window":
+            _add(self._unrewarded, [score_gradient(draw, torch.ones_like(weights_n)) for draw, weights_n in parts])
+        _add(self._rewarded, rewarded)
         self._moments += torch.stack([torch.tensor(float(len(rewards_N))), rewards_N.sum(), rewards_N.square().sum()])
         self._steps += 1
         if self._steps < self.accumulate:
@@ -72,7 +72,7 @@ class Reinforce:
                 (r - mean * u) / std if std > 0 else torch.zeros_like(r)
                 for r, u in zip(gradients, self._unrewarded, strict=True)
             ]
-        for parameter, gradient in zip(self.policy.parameters(), gradients, strict=True):
+        for parameter, gradient in zip(trainable(self.policy), gradients, strict=True):
             parameter.grad = -gradient  # optimizers descend
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -111,11 +111,20 @@ def _mean_and_std(count: float, total: float, squares: float) -> tuple[float, fl
     return mean, max(0.0, (squares - count * mean * mean) / (count - 1)) ** 0.5 if count > 1 else 0.0
 
 
-def _add_score_gradient(sums: list[Tensor], draw: Draw, weights_N: Tensor) -> None:
-    """Add ``sum_i w_i ∇_φ log p(a_i; φ_t)``, at the parameters that drew the actions."""
-    parameters = list(draw.policy.parameters())
+def score_gradient(draw: Draw, weights_N: Tensor) -> list[Tensor]:
+    """``sum_i w_i ∇_φ log p(a_i; φ_t)``, at the parameters that drew the actions."""
+    parameters = trainable(draw.policy)
     log_prob_N = draw.policy.log_prob(draw.actions)
     objective = (weights_N.to(log_prob_N) * log_prob_N).sum()
-    for total, gradient in zip(sums, torch.autograd.grad(objective, parameters, allow_unused=True), strict=True):
-        if gradient is not None:
+    gradients = torch.autograd.grad(objective, parameters, allow_unused=True)
+    return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True)]
+
+
+def trainable(policy: Policy) -> list[torch.nn.Parameter]:
+    return [parameter for parameter in policy.parameters() if parameter.requires_grad]
+
+
+def _add(sums: list[Tensor], parts: list[list[Tensor]]) -> None:
+    for part in parts:
+        for total, gradient in zip(sums, part, strict=True):
             total += gradient

@@ -43,17 +43,19 @@ class Reference:
         return {"direction": dict(self.direction), "loss": self.loss}
 
 
-def held_out_reference(model: nn.Module, held_out_loss: Callable[[], Tensor]) -> Reference:
-    """The gradient and value of a loss at the model's present parameters; leaves ``.grad`` alone."""
+def held_out_reference(model: nn.Module, held_out_loss: Callable[[], Tensor], with_gradient: bool = True) -> Reference:
+    """The value and, if asked for, gradient of a loss at the model's present parameters; leaves ``.grad`` alone."""
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     with torch.enable_grad():
         loss = held_out_loss()
-        if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.requires_grad:
+        if not isinstance(loss, Tensor) or loss.dim() != 0 or (with_gradient and not loss.requires_grad):
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise UsageError(
                 f"The reference function returned {got}. It must take no argument and return a scalar loss of the model with its "
                 "graph: not .item(), not under no_grad, and without calling backward."
             )
+        if not with_gradient:
+            return Reference({}, float(loss.detach()))
         gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
     return Reference(dict(zip(named, gradients, strict=True)), float(loss.detach()))
 

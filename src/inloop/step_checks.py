@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
@@ -28,10 +29,21 @@ def gradient_norm(gradients: Direction) -> float:
     return float(get_total_norm([_values(gradient) for gradient in gradients.values() if gradient is not None]))
 
 
+def is_cleared(gradients: Direction) -> bool:
+    """Whether there is no gradient that is not exactly zero."""
+    return not any(gradient is not None and bool(_values(gradient).any()) for gradient in gradients.values())
+
+
+def _has_gradient(tape: Tape, gradients: Direction) -> bool:
+    """Whether the recorded passes had a gradient that is not zero, in truth (dead units leave one that is)."""
+    shapes = {name: shape for name, shape in tape.parameter_shapes.items() if name in gradients}
+    return bool(tape.contributions({name: torch.ones(shape) for name, shape in shapes.items()}).any())
+
+
 def refuse_missing_gradients(tape: Tape | None, gradients: Direction, norm: float) -> None:
     """Raise unless a backward pass has left gradients and, if ``tape`` is given, records."""
     recorded = tape is not None and bool(tape.calls)
-    if tape is not None and recorded and norm == 0 and any(bool(call.dout.any()) for call in tape.calls):
+    if tape is not None and recorded and norm == 0 and is_cleared(gradients) and _has_gradient(tape, gradients):
         raise UsageError(
             "A backward pass was recorded but the gradients are gone: they were cleared before learner.step. "
             "Fix: call optimizer.zero_grad() after learner.step(loss) and optimizer.step()."
@@ -55,7 +67,8 @@ def refuse_other_batch_sizes(tape: Tape, draws: Sequence[Draw]) -> None:
         raise BatchSizeError(
             f"The actions are for {chosen} example(s), the model saw {seen} (one number a micro-batch). There must be one "
             "action for each example, in order. Fix: call learner.sample(n) once before each micro-batch, with its size; for "
-            "actions that were sampled ahead, say which are used: learner.step(loss, actions=...)."
+            "actions that were sampled ahead, say which are used: learner.step(loss, actions=...); after a batch that was given "
+            "up, call learner.skip()."
         )
 
 

@@ -7,6 +7,7 @@ from torch import nn
 
 from inloop import capture
 from inloop.alignment.oracles import align_by_loss, align_by_path
+from inloop.errors import DirectionError, UsageError
 from tests.alignment.exactness import random_direction, relative_error
 
 N = 8
@@ -97,3 +98,16 @@ def test_the_path_oracle_leaves_the_model_alone(problem):
     align_by_path(model, lambda m: F.cross_entropy(m(x), y), random_direction(model))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_the_path_oracle_refuses_what_it_cannot_take_apart():
+    model = nn.utils.parametrizations.weight_norm(nn.Linear(6, 3).double())
+    with pytest.raises(UsageError, match="align_by_path cannot take 'parametrizations.weight'|cannot take ''"):
+        align_by_path(model, lambda m: m(torch.randn(4, 6, dtype=torch.float64)).sum(), random_direction(model))
+
+
+def test_the_oracles_refuse_a_name_that_does_not_exist():
+    model = nn.Linear(6, 3).double()
+    losses_N = model(torch.randn(4, 6, dtype=torch.float64)).sum(dim=1)
+    with pytest.raises(DirectionError, match="'wieght', which is no parameter"):
+        align_by_loss(model, losses_N, {"wieght": torch.zeros(3, 6)})

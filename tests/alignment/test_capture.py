@@ -42,6 +42,42 @@ def test_in_place_activations():
     assert_exact(small_net(), x(5))
 
 
+@pytest.mark.parametrize(
+    "layer",
+    [nn.Linear(6, 6), nn.InstanceNorm1d(5, affine=True), nn.Conv1d(5, 5, 1), nn.LayerNorm(6), nn.Embedding(9, 6)],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_outputs_changed_in_place_also_where_they_are_views(layer):
+    """Linear with a bias returns a view for inputs of three axes; changing a view in place takes its hooks away."""
+
+    class InPlace(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = copy.deepcopy(layer), nn.Linear(6, 2)
+
+        def forward(self, batch):
+            hidden = self.first(batch)
+            hidden += 1
+            hidden[:, 0] *= 2
+            return self.last(hidden.relu_())
+
+    assert_exact(InPlace().double(), torch.randint(0, 9, (N, 5)) if isinstance(layer, nn.Embedding) else x(5, 6))
+
+
+def test_attention_followed_by_an_in_place_residual():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+
+        def forward(self, batch):
+            out = self.attention(batch, batch, batch, need_weights=False)[0]
+            out += batch
+            return out.relu_()
+
+    assert_exact(Block().double(), x(5, 6))
+
+
 def test_a_convolutional_net():
     model = nn.Sequential(
         *(nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(inplace=True), nn.MaxPool2d(2)),
@@ -245,6 +281,22 @@ def test_the_tape_is_not_kept_alive_by_the_graph():
     gc.collect()
     assert tape() is None
     loss.backward()
+
+
+def test_a_user_who_keeps_outputs_does_not_keep_the_tapes():
+    """A common debugging hook stores activations on the module; each holds its graph, which must not hold old calls."""
+    model = small_net()
+    recorder = Recorder(model)
+    model[0].register_forward_hook(lambda module, args, out: setattr(module, "activation", out))
+    alive = []
+    for _ in range(4):
+        tape = recorder.start("mean")
+        model(x(5)).sum().backward()
+        alive.append([weakref.ref(call.dout) for call in tape.calls])
+        del tape
+    recorder.stop()
+    gc.collect()
+    assert sum(reference() is not None for references in alive for reference in references) <= 2
 
 
 def test_hooks_do_nothing_in_copies_of_the_model():

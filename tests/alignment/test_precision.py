@@ -70,3 +70,16 @@ def test_black_box_under_autocast():
         loss.backward()
     losses_N = model(x)[0].square().flatten(1).sum(1)
     assert relative_error(tape.align(direction), align_by_loss(model, losses_N, direction)) < BFLOAT16
+
+
+@pytest.mark.parametrize("scale", [1e-8, 1.0, 1e6])
+def test_float16_autocast_takes_directions_of_any_size(problem, scale):
+    """Raw gradients are often smaller than what float16 can hold."""
+    model, x, _, direction, _ = problem
+    with capture(model, "sum") as tape:
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = model(x).float().square().sum()
+        loss.backward()
+    unscaled_N = tape.align(direction)
+    scaled_N = tape.align({name: value * scale for name, value in direction.items()})
+    assert relative_error(scaled_N / scale, unscaled_N) < BFLOAT16

@@ -3,11 +3,10 @@
 from collections import Counter
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 
 from inloop.alignment.call import LayerCall
-from inloop.errors import BatchSizeError
+from inloop.errors import BatchSizeError, UnsupportedLayerError
 
 Structure = frozenset[tuple[tuple[int, str, int], int]]
 
@@ -20,14 +19,19 @@ def batch_sizes(calls: Sequence[LayerCall]) -> list[int]:
     """
     first: dict[int, LayerCall] = {}
     for call in calls:
+        if call.dout.dim() <= call.batch_axis:
+            raise UnsupportedLayerError(
+                f"'{call.name}' ({type(call.layer).__name__}) returned a scalar that reaches the loss; no part of it can be told to "
+                "belong to an example. Fix: return a value for each example and average outside, or leave it out with layers=."
+            )
         known = first.setdefault(call.batch, call)
         if call.num_examples != known.num_examples:
             raise BatchSizeError(_disagreement(call, known))
     for call in calls:
         if _looks_like_positions(call, calls):
             raise BatchSizeError(
-                f"Layer '{call.name}' (Embedding) was given the positions 0 to {call.num_examples - 1}, of which there are as many "
-                f"as examples, and its output looks shared by all of them. {_SHARED}"
+                f"Layer '{call.name}' (Embedding) was given {call.num_examples} consecutive positions, as many as there are "
+                f"examples, and its output looks shared by all of them. {_SHARED}"
             )
     return [call.num_examples for _, call in sorted(first.items())]
 
@@ -58,8 +62,8 @@ def _disagreement(call: LayerCall, known: LayerCall) -> str:
 
 
 def _looks_like_positions(call: LayerCall, calls: Sequence[LayerCall]) -> bool:
-    """Whether ids 0..L-1 were looked up once for all examples while another layer has L positions for each of L examples."""
+    """Whether L consecutive ids were looked up once for all while another layer has L positions for each of L examples."""
     ids = call.args[0] if call.args and isinstance(call.layer, nn.Embedding) else None
-    if ids is None or ids.dim() != 1 or len(ids) < 2 or not torch.equal(ids, torch.arange(len(ids), device=ids.device)):
+    if ids is None or ids.dim() != 1 or len(ids) < 2 or not bool((ids.diff() == 1).all()):
         return False
     return any(other.dout.dim() > 2 and other.dout.shape[1] == len(ids) for other in calls)

@@ -47,6 +47,8 @@ class LayerCall:
         random_state: The random state before the call, by device; kept for black boxes only.
         output_index: Which of the layer's output tensors ``dout`` belongs to.
         batch_axis: The axis of ``dout`` that counts examples.
+        fingerprints: Of each output of a black box, to see that a replay gives the same.
+        absolute: Add up magnitudes instead of values: what rounding errors are relative to.
     """
 
     name: str
@@ -62,6 +64,8 @@ class LayerCall:
     batch_axis: int = 0
     dout: Tensor = field(default_factory=lambda: torch.empty(0))
     versions: tuple[int, ...] = ()
+    fingerprints: tuple[Tensor, ...] = ()
+    absolute: bool = False
 
     def with_gradient(self, dout: Tensor, output_index: int, batch_axis: int) -> "LayerCall":
         return replace(
@@ -82,21 +86,34 @@ class LayerCall:
         complete: dict[str, Tensor] = {}
         for name, parameter in self.layer.named_parameters(remove_duplicate=False):
             given = direction.get(name)
-            complete[name] = torch.zeros_like(parameter, device=self.dout.device) if given is None else given
+            if given is None:
+                complete[name] = torch.zeros_like(parameter, device=self.dout.device)
+            else:
+                complete[name] = given.to(parameter.dtype)
         with torch.no_grad():
+            if self.autocast.enabled and self.autocast.dtype == torch.float16:
+                return self._align_scaled(complete)
             return self.rule.align(self, complete)
+
+    def _align_scaled(self, direction: dict[str, Tensor]) -> Tensor:
+        """The same for a direction of any size, of which float16 would lose the small and overflow on the large."""
+        scale = max((float(value.abs().max()) for value in direction.values() if value.numel()), default=0.0) or 1.0
+        return scale * self.rule.align(self, {name: value / scale for name, value in direction.items()})
 
     def run(self, parameters: Mapping[str, Tensor], **attributes: object) -> Any:
         """Call the layer as in step t, but with ``parameters``; ``attributes`` override the layer's own."""
         twin = make_twin(self.layer, parameters)
         twin.__dict__.update(attributes)
         with self.autocast.again():
-            return twin(*self.args, **self.kwargs)
+            for hook in twin._forward_pre_hooks.values():  # only those that are part of the computation
+                hook(twin, self.args)
+            return twin.forward(*self.args, **self.kwargs)
 
     def dot(self, out: Tensor) -> Tensor:
         """``<dout_i, out_i>`` for every example; half precisions are accumulated in float32."""
         dtype = torch.promote_types(torch.promote_types(self.dout.dtype, out.dtype), torch.float32)
         product = self.dout.to(dtype) * out.to(dtype)
+        product = product.abs() if self.absolute else product
         return product.movedim(self.batch_axis, 0).flatten(start_dim=1).sum(dim=1) if product.dim() > 1 else product
 
     def _refuse_overwritten_tensors(self) -> None:

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from inloop.alignment.black_box import BLACK_BOX, random_state
+from inloop.alignment.black_box import BLACK_BOX, BlackBoxState, fingerprint, random_state
 from inloop.alignment.call import Autocast, LayerCall, detached, tensors_in, versions_of
 from inloop.alignment.direction import gradients_of
 from inloop.alignment.plan import LayerFilter, Site, make_plan
@@ -38,7 +39,7 @@ def capture(
     """Record one forward and backward pass, to align its examples with any direction afterwards.
 
     Args:
-        model: Any module; the first axis of its layers' inputs counts the examples.
+        model: Any module. Row i of every layer's output must belong to example i: examples on the first axis, in one order.
         reduction: How the loss that is back-propagated reduces over examples, "mean" or "sum".
         layers: Which layers count: names (each with all below it) or a predicate on (name, module); None for all.
         batchnorm_affine: Whether BatchNorm's own weight and bias count (the paper's authors left them out).
@@ -90,9 +91,11 @@ class Recorder:
             if site.rule is BLACK_BOX:
                 # Before a hook that is part of the computation, after the user's others, which may draw random numbers.
                 first = bool(reparametrizing_hooks(site.module))
-                handles.append(site.module.register_forward_pre_hook(before, prepend=first))
-            # First in line, to see the layer's own output and not what the user's hooks make of it.
-            handles.append(site.module.register_forward_hook(after, prepend=True, with_kwargs=True))
+                handles.append(site.module.register_forward_pre_hook(before, prepend=first, with_kwargs=True))
+            # First in line, to see the layer's own output and not what the user's hooks make of it; after an exception, too,
+            # to forget what was kept for a black box.
+            always = site.rule is BLACK_BOX
+            handles.append(site.module.register_forward_hook(after, prepend=True, with_kwargs=True, always_call=always))
 
     def start(self, reduction: Reduction) -> Tape:
         """Let a new tape record from here on."""
@@ -145,71 +148,106 @@ class _Hook:
 class _BeforeForward(_Hook):
     """Keeps, for a black box, what its forward pass may change or consume: parameters, buffers, random state."""
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        tape = self.tape()
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tape, name = self.tape(), self.site.name
         if tape is None or not self.site.trainable():
             return
-        coupled = [
-            name for name, child in module.named_modules() if name and isinstance(child, _BatchNorm) and child.training
-        ]
+        if name in tape.black_box_state:
+            raise UnsupportedLayerError(
+                f"'{name}' ({type(module).__name__}) calls itself in its own forward pass, which cannot be replayed. "
+                "Fix: split the recursion into separate modules, or leave it out with layers=."
+            )
+        if tape.black_box_state:  # a part of another black box, which answers for it
+            return
+        coupled = [n for n, child in module.named_modules() if n and isinstance(child, _BatchNorm) and child.training]
         if coupled:
             raise UnsupportedLayerError(
-                f"'{self.site.name}' ({type(module).__name__}) owns parameters directly, so it is aligned as a whole, but it "
+                f"'{name}' ({type(module).__name__}) owns parameters directly, so it is aligned as a whole, but it "
                 f"contains BatchNorm in training mode ('{coupled[0]}'), which mixes its examples. Fix: move the parameters "
                 "into a small module of their own, put BatchNorm in eval mode, or leave the module out with layers=."
             )
         parameters = _parameters_to_keep(module, values=True)
         device = next(iter(parameters.values())).device
-        tape.black_box_state[self.site.name] = make_twin(module, parameters), random_state(device)
+        tape.black_box_state[name] = BlackBoxState(
+            make_twin(module, parameters), random_state(device), versions_of((args, kwargs))
+        )
 
 
 class _AfterForward(_Hook):
     """Waits on the layer's output for its gradient."""
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         tape, site = self.tape(), self.site
-        outputs = tensors_in(output)
-        if tape is None or not any(out.requires_grad for out in outputs):
-            return
+        if tape is None:
+            return None
+        state = tape.black_box_state.pop(site.name, None)
+        if tape.black_box_state or (site.rule is BLACK_BOX and state is None) or output is None:
+            return None  # inside another black box, frozen, or left by an exception
         trainable = site.trainable()
-        if not trainable:
-            return
+        outputs = tensors_in(output)
+        if trainable and not outputs:
+            raise UnsupportedLayerError(
+                f"'{site.name}' ({type(module).__name__}) returned a {type(output).__name__}, in which no tensor can be seen. "
+                "Fix: return tensors in tuples, lists or dicts, or leave it out with layers=."
+            )
+        if not trainable or not any(out.requires_grad for out in outputs):
+            return None
+        self._refuse_unbatched(module, (args, kwargs))
+        if state is None:
+            self._wait(tape, module, (args, kwargs), outputs, trainable, None)
+            return None
+        if versions_of((args, kwargs)) != state.versions:
+            raise UnsupportedLayerError(
+                f"'{site.name}' ({type(module).__name__}) changes its input in place, so it cannot be run again. Fix: work on a "
+                "copy of the input, or leave the module out with layers=."
+            )
+        # Its outputs may depend on each other, or be one tensor twice: behind copies each has only the gradient of its user.
+        output = tree_map_only(Tensor, lambda out: out.clone() if out.requires_grad else out, output)
+        self._wait(tape, module, (args, kwargs), tensors_in(output), trainable, state)
+        return output
+
+    def _wait(
+        self,
+        tape: Tape,
+        module: nn.Module,
+        inputs: tuple[tuple[Any, ...], dict[str, Any]],
+        outputs: list[Tensor],
+        trainable: dict[str, str],
+        state: BlackBoxState | None,
+    ) -> None:
         recorder = self.recorder()
         assert recorder is not None
-        self._refuse_unbatched(module, (args, kwargs))
-        if site.rule is BLACK_BOX:
-            if site.name not in tape.black_box_state:
-                raise UnsupportedLayerError(
-                    f"'{site.name}' ({type(module).__name__}) calls itself in its own forward pass, which cannot be replayed. "
-                    "Fix: split the recursion into separate modules, or leave it out with layers=."
-                )
-            layer, randomness = tape.black_box_state.pop(site.name)
-        else:
-            layer, randomness = make_twin(module, _parameters_to_keep(module, site.rule.keeps_parameters)), {}
-        args, kwargs = detached((args, kwargs), recorder.copy_inputs)
+        args, kwargs = detached(inputs, recorder.copy_inputs)
+        rule = self.site.rule
         call = LayerCall(
-            name=site.name,
-            layer=layer,
-            rule=site.rule,
+            name=self.site.name,
+            layer=state.layer if state else make_twin(module, _parameters_to_keep(module, rule.keeps_parameters)),
+            rule=rule,
             parameter_names=trainable,
             args=args,
             kwargs=kwargs,
             autocast=Autocast.current(outputs[0].device.type),
             batch=tape.batch,
-            random_state=randomness,
+            random_state=state.random_state if state else {},
             versions=versions_of((args, kwargs)),
+            fingerprints=tuple(fingerprint(out) for out in outputs) if state else (),
         )
         for index, out in enumerate(outputs):
             if out.requires_grad:
-                out.register_hook(tape.writer(call, index, _batch_axis(module, index)))  # type: ignore[no-untyped-call]
+                tape.wait_for_gradient(call, out, index, _batch_axis(module, index))
 
     def _refuse_unbatched(self, module: nn.Module, inputs: Any) -> None:
         tensors = tensors_in(inputs)
+        if not tensors:
+            raise UnsupportedLayerError(
+                f"'{self.site.name}' ({type(module).__name__}) was called without a tensor, so its output is shared by all examples. "
+                "Fix: pass it the batch and return a row for each example (expand), or leave it out with layers=."
+            )
         dims = self.site.rule.example_dims(module) + (
             2 if isinstance(module, (nn.RNNBase, nn.MultiheadAttention)) else 0
         )
         packed = any(isinstance(value, PackedSequence) for value in inputs[0])
-        if packed or (tensors and tensors[0].dim() <= dims):
+        if packed or (tensors[0].dim() <= dims and not (self.site.rule is BLACK_BOX and dims == 0)):
             got = "a packed sequence" if packed else f"an input of shape {tuple(tensors[0].shape)}"
             raise UnsupportedLayerError(
                 f"'{self.site.name}' ({type(module).__name__}) was called with {got}; one axis more than the {dims} of a single "

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from inloop.alignment.direction import resolve_direction
 from inloop.alignment.plan import canonical_names
 from inloop.errors import UsageError
 
@@ -38,11 +39,19 @@ def align_by_loss(model: nn.Module, losses_N: Tensor, direction: Direction) -> T
         raise UsageError(
             f"losses_N has shape {tuple(losses_N.shape)}; one loss for each example is needed: reduction='none'."
         )
-    parameters, directions = _counted(model, direction)
+    counted = _resolved(model, direction)
+    named = dict(model.named_parameters())
+    parameters, directions = [named[name] for name in counted], list(counted.values())
     rewards = []
     for loss in losses_N:
         gradients = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
-        rewards.append(sum((_dense(g) * d).sum() for g, d in zip(gradients, directions, strict=True) if g is not None))
+        rewards.append(
+            sum(
+                ((g.to_dense() if g.is_sparse else g) * d).sum()
+                for g, d in zip(gradients, directions, strict=True)
+                if g is not None
+            )
+        )
     return torch.stack([torch.as_tensor(r, dtype=losses_N.dtype) for r in rewards]) if rewards else losses_N.detach()
 
 
@@ -79,18 +88,23 @@ def align_by_path(
             for local, p in module._parameters.items()
             if p is not None
         }
+        if own and any(next(child.parameters(), None) is not None for child in module.children()):
+            raise UsageError(
+                f"align_by_path cannot take '{path}' ({type(module).__name__}) apart: it owns parameters and so do modules below it. "
+                "Fix: use align_by_loss, which is the same where examples do not interact."
+            )
         if own:
             # On our own replica only: the user's model is never touched.
             module.forward = _forward_per_example(copy.deepcopy(module), own, own_copy)
     loss = batch_loss(replica)
-    counted = [name for name in copies if direction.get(name) is not None]
+    resolved = _resolved(model, direction)
+    counted = [name for name in copies if name in resolved]
     gradients = torch.autograd.grad(loss, [copies[name] for name in counted], allow_unused=True)
     num_examples = len(next(iter(copies.values())))
     total = torch.zeros(num_examples, dtype=loss.dtype, device=loss.device)
     for name, gradient in zip(counted, gradients, strict=True):
-        value = direction[name]
-        if gradient is not None and value is not None:
-            total = total + (gradient * _dense(value)).flatten(start_dim=1).sum(dim=1)
+        if gradient is not None:
+            total = total + (gradient * resolved[name]).flatten(start_dim=1).sum(dim=1)
     return total * num_examples if reduction == "mean" else total
 
 
@@ -117,11 +131,9 @@ def _forward_per_example(
     return forward
 
 
-def _counted(model: nn.Module, direction: Direction) -> tuple[list[Tensor], list[Tensor]]:
-    pairs = [(p, direction.get(name)) for name, p in model.named_parameters() if p.requires_grad]
-    counted = [(p, _dense(d)) for p, d in pairs if d is not None]
-    return [p for p, _ in counted], [d for _, d in counted]
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    return tensor.to_dense() if tensor.is_sparse else tensor
+def _resolved(model: nn.Module, direction: Direction) -> dict[str, Tensor]:
+    """The entries that count: those of trainable parameters, by canonical name, dense, without zeros by omission."""
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    resolved = resolve_direction(direction, canonical_names(model), shapes, needed=set())
+    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {name: value for name, value in resolved.items() if value is not None and name in trainable}

@@ -96,6 +96,10 @@ def make_plan(model: nn.Module, layers: LayerFilter | None = None, batchnorm_aff
             "These layers cannot be aligned exactly: " + "; ".join(problems) + ". "
             "Fix: change the layer as said, freeze its parameters, or leave it out with layers=."
         )
+    if not sites:
+        raise UsageError(
+            "No layer with parameters is recorded. Fix: choose at least one with layers=, or leave that out."
+        )
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     return Plan(tuple(sites), names, shapes, _partly_covered(model, sites, names))
 
@@ -133,15 +137,22 @@ def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, Rule]]:
 def _owns_parameters(module: nn.Module) -> bool:
     """Whether the module itself uses parameters: its own, those of its parametrizations, or of a mere container."""
     return (
-        any(parameter is not None for parameter in module._parameters.values())
+        _has_own_parameters(module)
         or is_parametrized(module)
-        or any(_is_parameter_container(child) for child in module.children())
+        or any(_has_own_parameters(part) for part in _parts_that_are_never_called(module))
     )
 
 
-def _is_parameter_container(module: nn.Module) -> bool:
-    """ParameterList and ParameterDict, also nested: they are never called, their parent uses what they hold."""
-    return isinstance(module, (nn.ParameterList, nn.ParameterDict)) and next(module.parameters(), None) is not None
+def _has_own_parameters(module: nn.Module) -> bool:
+    return any(parameter is not None for parameter in module._parameters.values())
+
+
+def _parts_that_are_never_called(module: nn.Module) -> Iterator[nn.Module]:
+    """Children without a forward, such as ParameterList: what they hold directly, their parent uses."""
+    for child in module.children():
+        if type(child).forward is nn.Module.forward:
+            yield child
+            yield from _parts_that_are_never_called(child)
 
 
 def _refusal(site: Site) -> str | None:
@@ -151,6 +162,8 @@ def _refusal(site: Site) -> str | None:
         return "its parameters do not exist yet; run one forward pass before recording"
     if not site.trainable():
         return None
+    if any(parameter.is_complex() for parameter in module.parameters()):
+        return "its parameters are complex"
     if "forward" in module.__dict__:
         return "its forward was replaced on the instance, so the computation cannot be repeated with other weights"
     if isinstance(module, (nn.RNNBase, nn.MultiheadAttention)) and not module.batch_first:

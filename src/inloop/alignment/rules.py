@@ -100,8 +100,10 @@ def rule_for(layer: nn.Module) -> Rule | None:
     if layer_type is None or not _keeps_behaviour(type(layer), layer_type):
         return None
     rule = _RULES[layer_type]
-    own = {name for name, value in layer._parameters.items() if value is not None}
-    return rule if own <= rule.parameters and not _has_children_with_parameters(layer) and rule.when(layer) else None
+    # A weight that is a buffer or a plain attribute would be a constant that the direction does not replace.
+    replaceable = all(name in layer._parameters or not hasattr(layer, name) for name in rule.parameters)
+    known = {name for name, value in layer._parameters.items() if value is not None} <= rule.parameters
+    return rule if replaceable and known and not _has_children_with_parameters(layer) and rule.when(layer) else None
 
 
 def _has_children_with_parameters(layer: nn.Module) -> bool:

@@ -3,7 +3,8 @@
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from inloop.alignment.call import Autocast, LayerCall, versions_of
 from inloop.alignment.plan import Plan, Site
@@ -37,17 +38,23 @@ def _call_state(call: LayerCall) -> dict[str, Any]:
     return {
         "name": call.name,
         "parameter_names": dict(call.parameter_names),
-        "inputs": (call.args, call.kwargs),
+        "inputs": tree_map_only(Tensor, _compact, (call.args, call.kwargs)),
         "autocast": (call.autocast.device, call.autocast.enabled, call.autocast.dtype),
         "batch": call.batch,
         "random_state": dict(call.random_state),
         "output_index": call.output_index,
         "batch_axis": call.batch_axis,
-        "dout": call.dout,
+        "dout": _compact(call.dout),
+        "fingerprints": call.fingerprints,
         "training": {name: module.training for name, module in call.layer.named_modules()},
         "buffers": dict(call.layer.named_buffers()),
         "parameters": parameters,
     }
+
+
+def _compact(tensor: Tensor) -> Tensor:
+    """A slice of a large tensor would be saved with all of it."""
+    return tensor if tensor.untyped_storage().nbytes() <= tensor.nbytes else tensor.clone()
 
 
 def _restore_call(site: Site, saved: dict[str, Any]) -> LayerCall:
@@ -71,6 +78,7 @@ def _restore_call(site: Site, saved: dict[str, Any]) -> LayerCall:
         batch=saved["batch"],
         random_state=saved["random_state"],
         versions=versions_of((args, kwargs)),
+        fingerprints=saved["fingerprints"],
     )
     return call.with_gradient(saved["dout"], saved["output_index"], saved["batch_axis"])
 

@@ -7,15 +7,17 @@ N is the number of examples of the whole step, over all its micro-batches.
 """
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from inloop.alignment.batch_size import batch_sizes
+from inloop.alignment.black_box import BlackBoxState
 from inloop.alignment.call import LayerCall
 from inloop.alignment.direction import resolve_direction
+from inloop.alignment.output_hook import hook_gradient
 from inloop.alignment.plan import Plan
 from inloop.alignment.verification import verify_calls
 from inloop.errors import UsageError
@@ -31,6 +33,13 @@ def check_reduction(reduction: str) -> None:
         )
 
 
+class _Waiting:
+    """A call whose gradient has not come yet. The graph holds this, not the call: a user may hold the graph for long."""
+
+    def __init__(self, call: LayerCall) -> None:
+        self.call: LayerCall | None = call
+
+
 class Tape:
     """Layer calls of one step, written by the hooks of a recorder."""
 
@@ -39,24 +48,34 @@ class Tape:
         self.reduction = reduction
         self.calls: list[LayerCall] = []
         self.batch = 0  # the micro-batch that forward passes belong to at the moment
-        self.black_box_state: dict[str, tuple[nn.Module, dict[str, Tensor]]] = {}
-        self._open = True
+        self.black_box_state: dict[str, BlackBoxState] = {}  # of the black boxes that are running
+        self._waiting: list[_Waiting] = []
         self._plan = plan
         self._trainable = plan.trainable()
 
-    def writer(self, call: LayerCall, output_index: int, batch_axis: int) -> Callable[[Tensor], None]:
-        """The hook for one output of ``call``: it owns the call, and only refers to the tape."""
-        reference = weakref.ref(self)
+    @property
+    def parameter_shapes(self) -> Mapping[str, torch.Size]:
+        """Of all parameters of the model, by name."""
+        return self._plan.shapes
+
+    def wait_for_gradient(self, call: LayerCall, output: Tensor, output_index: int, batch_axis: int) -> None:
+        """Write ``call`` when the gradient of ``output`` arrives; forget it when the tape is closed."""
+        waiting = _Waiting(call)
+        self._waiting.append(waiting)
+        tape = weakref.ref(self)
 
         def write(dout: Tensor) -> None:
-            tape = reference()
-            if tape is not None and tape._open:
-                tape.calls.append(call.with_gradient(dout.detach(), output_index, batch_axis))
+            open_tape = tape()
+            if open_tape is not None and waiting.call is not None:
+                open_tape.calls.append(waiting.call.with_gradient(dout.detach(), output_index, batch_axis))
 
-        return write
+        hook_gradient(output, write)
 
     def close(self) -> None:
-        self._open = False
+        """Record nothing more, also of backward passes still to come, and let go of what waited for them."""
+        for waiting in self._waiting:
+            waiting.call = None
+        self._waiting.clear()
         self.black_box_state.clear()
 
     def release(self) -> None:

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 
 from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
@@ -35,6 +36,7 @@ def make_twin(module: nn.Module, parameters: Mapping[str, Tensor], prefix: str =
     # Written through __dict__, since nn.Module.__setattr__ would insist on nn.Parameter.
     state = twin.__dict__
     state.update(module.__dict__)
+    state.pop("_compiled_call_impl", None)  # would run the original
     for table in _HOOK_TABLES:
         state[table] = OrderedDict()
     state["_forward_pre_hooks"] = reparametrizing_hooks(module)
@@ -52,7 +54,9 @@ def make_twin(module: nn.Module, parameters: Mapping[str, Tensor], prefix: str =
 
 
 def reparametrizing_hooks(module: nn.Module) -> "OrderedDict[int, object]":
-    """The hooks that are part of the computation: the older weight_norm and spectral_norm set ``weight`` in one."""
+    """The hooks that are part of the computation: pruning and the older weight_norm and spectral_norm set ``weight`` in one."""
     return OrderedDict(
-        (key, hook) for key, hook in module._forward_pre_hooks.items() if isinstance(hook, (WeightNorm, SpectralNorm))
+        (key, hook)
+        for key, hook in module._forward_pre_hooks.items()
+        if isinstance(hook, (WeightNorm, SpectralNorm, BasePruningMethod))
     )
