@@ -35,7 +35,7 @@ class Run:
         self.reports = []
         options.setdefault("callback", self.reports.append)
         self.learner = InLoop(self.model, self.policy, generator=torch.Generator().manual_seed(seed), **options)
-        self.mixture = Mixture(self.sources, torch.Generator().manual_seed(seed + 1))
+        self.mixture = Mixture(self.sources, generator=torch.Generator().manual_seed(seed + 1))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=0.9)
 
     def train(self, num_steps, batch_size=64):

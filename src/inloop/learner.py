@@ -128,6 +128,7 @@ class InLoop:
         self._previous: Reference | None = None
         self._verified: Counter[Structure] = Counter()
         self._paid_since_saved = True
+        self._collapsing = False
         self._paused = 0
         self._closed = False
         self._recorder = Recorder(model, layers, batchnorm_affine=batchnorm_affine, copy_inputs=copy_inputs)
@@ -226,7 +227,7 @@ class InLoop:
         if dropped is not None:
             self.num_dropped += 1
             log.warning("step %d: %s; dropped (%d so far), the policy stays", self.num_steps, dropped, self.num_dropped)
-        return StepReport(
+        report = StepReport(
             step=self.num_steps,
             lag=lag,
             dropped=dropped,
@@ -234,6 +235,14 @@ class InLoop:
             probabilities=self.policy.probabilities(),
             **payment,
         )
+        if report.collapsing and not self._collapsing:
+            log.warning(
+                "step %d: the policy is collapsing to few sources; sources that are alike favour each other. Remedies: a floor, "
+                "share limits, interleave=True, a held-out reference",
+                self.num_steps,
+            )
+        self._collapsing = report.collapsing
+        return report
 
     def _match(self, current: DrawnStep, now: Reference) -> tuple[DrawnStep | None, Reference]:
         """Which step can be paid now, and what it is judged by; keeps what later steps will need."""

@@ -42,6 +42,22 @@ class StepReport:
         """Whether examples were rewarded."""
         return self.rewards is not None
 
+    @property
+    def collapsing(self) -> bool:
+        """Whether a few sources have nearly everything; see :func:`is_collapsing`. False for policies that are no mixture."""
+        p = self.probabilities.get("source") if isinstance(self.probabilities, dict) else self.probabilities
+        return isinstance(p, Tensor) and p.dim() == 1 and is_collapsing(p.tolist())
+
+
+def effective_number(probabilities: Sequence[float]) -> float:
+    """``exp`` of the entropy: K for K equal shares, 1 for a single one that has all."""
+    return math.exp(-sum(p * math.log(p) for p in probabilities if p > 0))
+
+
+def is_collapsing(probabilities: Sequence[float]) -> bool:
+    """Whether a few choices have nearly everything: less than a third of the way from one choice to all of them."""
+    return effective_number(probabilities) < 1 + (len(probabilities) - 1) / 3
+
 
 def summarise_rewards(policy: Policy, draws: Sequence[Draw], rewards_N: Tensor) -> dict[str, Any]:
     """The reward fields of a report."""

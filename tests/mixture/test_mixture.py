@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from inloop import Mixture
 from inloop.errors import UsageError
@@ -22,7 +22,7 @@ def test_each_example_comes_from_its_source_uniformly():
         TensorDataset(50 + torch.arange(2.0)[:, None], torch.arange(2)),
         Squares(),
     ]
-    mixture = Mixture(sources, torch.Generator().manual_seed(0))
+    mixture = Mixture(sources, generator=torch.Generator().manual_seed(0))
     actions = torch.arange(3).repeat(4000)
     x, y = mixture.draw(actions)
     assert x.shape == (12_000, 1)
@@ -36,7 +36,9 @@ def test_each_example_comes_from_its_source_uniformly():
 def test_draws_come_from_the_generator_alone():
     source = (torch.arange(100.0),)
     actions = torch.zeros(50, dtype=torch.long)
-    first, second = (Mixture([source, source], torch.Generator().manual_seed(4)).draw(actions)[0] for _ in range(2))
+    first, second = (
+        Mixture([source, source], generator=torch.Generator().manual_seed(4)).draw(actions)[0] for _ in range(2)
+    )
     assert torch.equal(first, second)
 
 
@@ -62,13 +64,17 @@ def test_examples_are_collated_as_by_a_dataloader():
 
 
 def test_bad_sources_and_actions_are_named():
-    with pytest.raises(UsageError, match=r"Source 1 is a Tensor. Allowed are a map-style dataset"):
+    with pytest.raises(UsageError, match=r"Source 1 is a Tensor. Allowed are"):
         Mixture([(torch.zeros(2),), torch.zeros(2)])
-    with pytest.raises(UsageError, match=r"Source 0 is a DataLoader"):
-        Mixture([DataLoader([1, 2]), DataLoader([1, 2])])
+    with pytest.raises(UsageError, match="got a dict"):
+        Mixture({"a": (torch.zeros(2),), "b": (torch.zeros(2),)})
+    with pytest.raises(UsageError, match=r"different lengths: \[2, 3\]"):
+        Mixture([(torch.zeros(2), torch.zeros(3)), (torch.zeros(2), torch.zeros(2))])
+    with pytest.raises(UsageError, match=r"dict with the entry 'source'; got \['operation'\]"):
+        Mixture([(torch.zeros(2),), (torch.zeros(2),)]).draw({"operation": torch.zeros(2)})
     with pytest.raises(UsageError, match="at least 2 sources; got 1"):
         Mixture([(torch.zeros(2),)])
-    with pytest.raises(UsageError, match=r"at least one example; the sizes are \[2, 0\]"):
+    with pytest.raises(UsageError, match=r"Source 1 is empty; every source needs at least one example"):
         Mixture([(torch.zeros(2),), (torch.zeros(0),)])
     with pytest.raises(UsageError, match="name sources 0 to 2; there are 0 to 1"):
         Mixture([(torch.zeros(2),), (torch.zeros(2),)]).draw(torch.tensor([0, 2]))

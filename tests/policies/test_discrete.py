@@ -61,7 +61,7 @@ def test_the_floor_holds(form):
     [
         ({"num_sources": 1}, "num_sources=1"),
         ({"num_sources": 3, "form": "sigmoid"}, "form='sigmoid': allowed are 'inverted' and 'softmax'"),
-        ({"num_sources": 4, "floor": 0.25}, "floor=0.25: allowed is 0 <= floor < 1 / num_sources = 0.25"),
+        ({"num_sources": 4, "floor": 0.25}, "floor=0.25: shares must be at least 0 and add up to less than 1"),
         ({"num_sources": 4, "floor": -0.1}, "floor=-0.1"),
     ],
 )

@@ -10,9 +10,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from inloop.lab.image_data import ImageData, to_input
+
 
 def load_digits() -> tuple[Tensor, Tensor]:
-    """Images as float32 in [-1, 1], shape [N, 1, 8, 8], and labels, shape [N]."""
+    """Images as float32 in [-1, 1], shape [N, 1, 8, 8], and labels, shape [N], in the order of the file."""
+    images, labels = _read()
+    return to_input(images), labels
+
+
+def digits(num_test: int = 297) -> ImageData:
+    """The same as train and test images; which are which is fixed, and independent of the order of the file (by writer)."""
+    images, labels = _read()
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    images, labels = images[order], labels[order]
+    return ImageData(
+        "digits", images[num_test:], labels[num_test:], images[:num_test], labels[:num_test], num_classes=10
+    )
+
+
+def _read() -> tuple[Tensor, Tensor]:
     with (files("inloop.lab") / "digits.npz").open("rb") as file, np.load(file) as arrays:
-        images_NHW, labels_N = torch.from_numpy(arrays["images_NHW"]), torch.from_numpy(arrays["labels_N"])
-    return (images_NHW.float() / 8 - 1).unsqueeze(1), labels_N.long()
+        levels_NHW, labels_N = torch.from_numpy(arrays["images_NHW"]), torch.from_numpy(arrays["labels_N"])
+    return (levels_NHW.float() * 255 / 16).round().to(torch.uint8).unsqueeze(1), labels_N.long()

@@ -1,25 +1,30 @@
 """A mixture of data sources that a policy draws from. Axes: N examples of a batch, K sources."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
-from torch.utils.data import Dataset, TensorDataset, default_collate
+from torch.utils.data import TensorDataset, default_collate
 
 from inloop.errors import UsageError
+from inloop.mixture.sources import IndexedSource, Key, StreamSource, as_source
 from inloop.policies import Actions
 from inloop.randomness import default_generator
 
-Source = Dataset[Any] | tuple[Tensor, ...]
+if TYPE_CHECKING:
+    from inloop.learner import InLoop
+    from inloop.mixture.loader import MixtureLoader
 
 
 class Mixture:
-    """Draws, for each example, uniformly with replacement from the source that its action names.
+    """Draws, for each example, from the source that its action names.
 
     Args:
-        sources: For each source a map-style dataset or a tuple of tensors with examples on their first axis.
+        sources: For each source a map-style dataset, a tuple of tensors with examples on their first axis, or an iterable.
+        selection: How examples are picked within a source: "replacement" (each draw uniform, the paper) or "passes" (every
+            example once, in an order that is shuffled anew for each pass). Iterables are read in their own order.
         generator: The source of all draws; by default one that follows torch's seed.
         collate: Makes a batch of a list of examples, as in a DataLoader.
 
@@ -33,18 +38,21 @@ class Mixture:
 
     def __init__(
         self,
-        sources: Sequence[Source],
+        sources: Sequence[Any],
+        selection: Literal["replacement", "passes"] = "replacement",
         generator: torch.Generator | None = None,
         collate: Callable[[list[Any]], Any] = default_collate,
     ) -> None:
-        if len(sources) < 2:
-            raise UsageError(f"A mixture needs at least 2 sources; got {len(sources)}.")
-        self.sources = [_as_dataset(position, source) for position, source in enumerate(sources)]
-        self.sizes_K = torch.tensor([len(cast(Any, source)) for source in self.sources])
-        if not bool((self.sizes_K > 0).all()):
-            raise UsageError(f"Every source needs at least one example; the sizes are {self.sizes_K.tolist()}.")
-        self.collate = collate
+        if isinstance(sources, (Tensor, str, dict)) or len(sources) < 2:
+            got = f"{len(sources)}" if isinstance(sources, Sequence) else f"a {type(sources).__name__}"
+            raise UsageError(f"A mixture needs a list of at least 2 sources; got {got}.")
+        if selection not in ("replacement", "passes"):
+            raise UsageError(f"selection={selection!r}: allowed are 'replacement' and 'passes'.")
+        self.sources = [as_source(number, source, selection == "passes") for number, source in enumerate(sources)]
         self.generator = generator or default_generator("drawing from sources")
+        self.collate = collate
+        self.drawn_K = torch.zeros(len(self.sources), dtype=torch.long)
+        self._tensors, self._offsets_K = _joined(self.sources)
 
     def draw(self, actions: Actions) -> Any:
         """A batch with example i from source ``actions[i]``, collated as by a DataLoader.
@@ -52,35 +60,87 @@ class Mixture:
         Args:
             actions: Sources, shape [N], or a dict of choices with the entry "source".
         """
-        source_N = cast(Tensor, actions if isinstance(actions, Tensor) else actions["source"])
-        if len(source_N) and not 0 <= int(source_N.min()) <= int(source_N.max()) < len(self.sources):
-            raise UsageError(
-                f"The actions name sources {int(source_N.min())} to {int(source_N.max())}; there are 0 to {len(self.sources) - 1}."
-            )
-        # In float64 the product is exact enough for any source that fits in memory, and below its size.
-        uniform_N = torch.rand(len(source_N), generator=self.generator, dtype=torch.float64)
-        index_N = (uniform_N * self.sizes_K[source_N]).long()
-        if all(isinstance(source, TensorDataset) for source in self.sources):
-            return self._gather(source_N, index_N)
-        pairs = zip(source_N.tolist(), index_N.tolist(), strict=True)
-        # One source may have numbers where another has tensors: a label, for example.
-        return self.collate([tree_map_only((int, float), torch.as_tensor, self.sources[s][i]) for s, i in pairs])
+        return self.batch(*self.choose(actions))
 
-    def _gather(self, source_N: Tensor, index_N: Tensor) -> list[Tensor]:
-        """The same for sources in memory: one indexing for each source and tensor."""
-        used = sorted(set(source_N.tolist())) or [0]
-        parts = [[tensor[index_N[source_N == source]] for tensor in self.sources[source].tensors] for source in used]
-        # They come source by source; put the examples back in the order of the actions.
-        position_N = torch.argsort(torch.argsort(source_N, stable=True))
-        return [torch.cat(columns)[position_N] for columns in zip(*parts, strict=True)]
+    def batch(self, source_N: Tensor, position_N: Tensor) -> Any:
+        """The batch of these examples."""
+        if self._tensors:  # in memory: one gather for each tensor
+            index_N = self._offsets_K[source_N] + position_N
+            return [tensor[index_N] for tensor in self._tensors]
+        return self.collate([self.fetch(key) for key in zip(source_N.tolist(), position_N.tolist(), strict=True)])
 
+    def choose(self, actions: Actions) -> tuple[Tensor, Tensor]:
+        """Which example of which source: two tensors of shape [N]."""
+        source_N = _sources_of(actions, len(self.sources))
+        position_N = torch.empty_like(source_N)
+        for number, source in enumerate(self.sources):
+            here = source_N == number
+            position_N[here] = source.choose(int(here.sum()), self.generator)
+        self.drawn_K += torch.bincount(source_N, minlength=len(self.sources))
+        return source_N, position_N
 
-def _as_dataset(position: int, source: object) -> Any:
-    if isinstance(source, (tuple, list)) and source and all(isinstance(part, Tensor) for part in source):
-        return TensorDataset(*source)
-    if isinstance(source, (Tensor, str)) or not hasattr(source, "__getitem__") or not hasattr(source, "__len__"):
-        raise UsageError(
-            f"Source {position} is a {type(source).__name__}. Allowed are a map-style dataset (with [index] and len) and a tuple "
-            "of tensors, as (x, y)."
+    def fetch(self, key: Key) -> Any:
+        """One example. Numbers become tensors: one source may have a number where another has a tensor."""
+        source = self.sources[key[0]]
+        example = (
+            source.take(key[1]) if isinstance(source, StreamSource) else cast(IndexedSource, source).dataset[key[1]]
         )
-    return source
+        return tree_map_only((int, float), torch.as_tensor, example)
+
+    def effective_epochs(self) -> Tensor:
+        """How often each source was seen, in passes over it, shape [K]; nan for a stream that has not ended yet."""
+        sizes_K = torch.tensor([torch.nan if source.size is None else source.size for source in self.sources])
+        return self.drawn_K / sizes_K
+
+    def loader(self, learner: "InLoop", batch_size: int, **options: Any) -> "MixtureLoader":
+        """Batches for a training loop, ``for actions, batch in mixture.loader(learner, 256, num_workers=2)``.
+
+        See :class:`inloop.mixture.loader.MixtureLoader` for the options.
+        """
+        from inloop.mixture.loader import MixtureLoader
+
+        return MixtureLoader(self, learner, batch_size, **options)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "generator": self.generator.get_state(),
+            "drawn": self.drawn_K.clone(),
+            "sources": [source.state_dict() for source in self.sources],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if len(state["sources"]) != len(self.sources):
+            raise UsageError(
+                f"The state is of a mixture of {len(state['sources'])} sources; this one has {len(self.sources)}."
+            )
+        self.generator.set_state(state["generator"])
+        self.drawn_K.copy_(state["drawn"])
+        for source, saved in zip(self.sources, state["sources"], strict=True):
+            source.load_state_dict(saved)
+
+
+def _sources_of(actions: Actions, num_sources: int) -> Tensor:
+    if not isinstance(actions, Tensor):
+        if not isinstance(actions, dict) or "source" not in actions:
+            got = sorted(actions) if isinstance(actions, dict) else type(actions).__name__
+            raise UsageError(f"Actions are a tensor of sources, or a dict with the entry 'source'; got {got}.")
+        actions = actions["source"]
+    source_N = cast(Tensor, actions)
+    if len(source_N) and not 0 <= int(source_N.min()) <= int(source_N.max()) < num_sources:
+        raise UsageError(
+            f"The actions name sources {int(source_N.min())} to {int(source_N.max())}; there are 0 to {num_sources - 1}."
+        )
+    return source_N.long().cpu()
+
+
+def _joined(sources: Sequence[Any]) -> tuple[list[Tensor], Tensor]:
+    """If all sources are tensors of one kind: those tensors end to end, and where each source begins in them."""
+    datasets = [source.dataset if isinstance(source, IndexedSource) else None for source in sources]
+    if not all(isinstance(dataset, TensorDataset) for dataset in datasets):
+        return [], torch.empty(0)
+    kinds = {tuple((tensor.dtype, tensor.shape[1:]) for tensor in cast(TensorDataset, d).tensors) for d in datasets}
+    if len(kinds) != 1:
+        return [], torch.empty(0)
+    columns = zip(*(cast(TensorDataset, dataset).tensors for dataset in datasets), strict=True)
+    sizes = torch.tensor([0, *(source.size for source in sources)])
+    return [torch.cat(column) for column in columns], sizes.cumsum(0)[:-1]

@@ -1,6 +1,7 @@
 """The mixture policy: which source each example comes from. Axes: N examples, K sources."""
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -24,32 +25,69 @@ class MixturePolicy(Discrete):
     Args:
         num_sources: K, at least 2.
         form: "inverted" (the paper) or "softmax".
-        floor: A probability ε that no source falls below: ``(1 - K ε) p + ε``.
+        floor: The least share ε of each source, one number or one for each: ``(1 - sum ε) p + ε``.
+        ceiling: The largest share of each source, one number or one for each; what is above it goes to the others in
+            proportion.
 
     Example:
         >>> MixturePolicy(num_sources=4).probabilities()
         tensor([0.2500, 0.2500, 0.2500, 0.2500])
     """
 
-    def __init__(self, num_sources: int, form: Literal["inverted", "softmax"] = "inverted", floor: float = 0.0) -> None:
+    def __init__(
+        self,
+        num_sources: int,
+        form: Literal["inverted", "softmax"] = "inverted",
+        floor: float | Sequence[float] = 0.0,
+        ceiling: float | Sequence[float] = 1.0,
+    ) -> None:
         if not isinstance(num_sources, int) or num_sources < 2:
             raise UsageError(
                 f"num_sources={num_sources}: a mixture needs at least 2 sources, with one there is nothing to learn."
             )
         if form not in ("inverted", "softmax"):
             raise UsageError(f"form={form!r}: allowed are 'inverted' and 'softmax'.")
-        if not 0 <= floor < 1 / num_sources:
-            raise UsageError(f"floor={floor}: allowed is 0 <= floor < 1 / num_sources = {1 / num_sources:.4g}.")
+        floor_K, ceiling_K = _shares("floor", floor, num_sources), _shares("ceiling", ceiling, num_sources)
+        if min(floor_K) < 0 or sum(floor_K) >= 1:
+            least = 1 / num_sources
+            raise UsageError(
+                f"floor={floor}: shares must be at least 0 and add up to less than 1 (below {least:.4g} each)."
+            )
+        if any(low >= high for low, high in zip(floor_K, ceiling_K, strict=True)) or sum(ceiling_K) < 1:
+            raise UsageError(f"ceiling={ceiling}: each must be above its floor, and they must add up to 1 or more.")
         super().__init__(num_sources)
         self.form = form
-        self.floor = floor
+        self.register_buffer("floor_K", torch.tensor(floor_K), persistent=False)
+        self.register_buffer("ceiling_K", torch.tensor(ceiling_K), persistent=False)
+        self.limited = max(floor_K) > 0 or min(ceiling_K) < 1
         self.scores = nn.Parameter(torch.zeros(num_sources))
+
+    floor_K: Tensor
+    ceiling_K: Tensor
 
     def log_probabilities(self) -> Tensor:
         log_p_K = log_inverted_softmax(self.scores) if self.form == "inverted" else F.log_softmax(self.scores, dim=0)
-        if self.floor == 0:
+        if not self.limited:
             return log_p_K
-        return ((1 - self.num_choices * self.floor) * log_p_K.exp() + self.floor).log()
+        floor_K = self.floor_K.to(log_p_K)
+        return cap((1 - floor_K.sum()) * log_p_K.exp() + floor_K, self.ceiling_K.to(log_p_K)).log()
+
+
+def cap(p_K: Tensor, ceiling_K: Tensor) -> Tensor:
+    """Bring shares down to their ceilings and give the excess to the others in proportion, until all hold."""
+    full_K = torch.zeros_like(p_K, dtype=torch.bool)
+    while bool((over_K := (p_K > ceiling_K) & ~full_K).any()):
+        full_K = full_K | over_K
+        free = 1 - ceiling_K[full_K].sum()
+        p_K = torch.where(full_K, ceiling_K, p_K * free / p_K[~full_K].sum().clamp_min(1e-30))
+    return p_K
+
+
+def _shares(name: str, value: float | Sequence[float], num_sources: int) -> list[float]:
+    shares = [float(value)] * num_sources if isinstance(value, (int, float)) else [float(v) for v in value]
+    if len(shares) != num_sources:
+        raise UsageError(f"{name}={value}: give one number, or one for each of the {num_sources} sources.")
+    return shares
 
 
 def log_inverted_softmax(scores_K: Tensor) -> Tensor:

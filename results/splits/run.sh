@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# The commands behind results/splits/*.json. Needs CIFAR-10 (found in INLOOP_DATA or downloaded). Interrupted, it continues.
+# Usage: results/splits/run.sh [RUNS]   RUNS: a folder for the runs, default runs
+set -euo pipefail
+runs=${1:-runs}
+here=$(dirname "$0")
+
+run() {  # NAME ARGUMENTS...
+  local name=$1
+  shift
+  inloop run splits --data cifar10 "$@" --out "$runs/$name" --json > "$here/$name.json.new"
+  mv "$here/$name.json.new" "$here/$name.json"
+}
+
+# Table 1, and the two baselines beside it
+for network in fc-bn fc; do
+  for reward in gar nslr none oracle; do
+    run "$network-$reward" --network $network --reward $reward --seeds 10
+  done
+done
+
+# Which reading of CNN_BN: three seeds each, with all layers or only the linear one in the reward
+for layers in all linear; do
+  for reading in cnn-bn cnn-bn-stride2 cnn-bn-stride3 cnn-bn-maxpool cnn-bn-literal; do
+    run "reading-$reading-$layers" --network $reading --layers $layers --seeds 3
+  done
+done
+for reward in gar nslr none oracle; do
+  run "cnn-bn-$reward" --network cnn-bn --reward $reward --seeds 10
+done
+
+# What the paper does not have: labels that people got wrong, and images of noise
+for noise in human images; do
+  for reward in gar none oracle; do
+    run "fc-bn-$reward-$noise" --network fc-bn --reward $reward --noise $noise --seeds 10
+  done
+done
+
+# What matters: three seeds each
+for batch in 100 250 500; do run "study-batch-$batch" --batch $batch --seeds 3; done
+for sources in 5 20 50; do run "study-sources-$sources" --sources $sources --seeds 3; done
+for reference in previous heldout; do run "study-reference-$reference" --reference $reference --seeds 3; done
+run study-optimizer-adam --optimizer adam --seeds 3

@@ -1,0 +1,127 @@
+"""The command ``inloop``: run experiments, report on them.
+
+Exit codes: 0, 1 for a failure, 2 for wrong usage, 130 after Ctrl-C (with everything saved).
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+
+from inloop.errors import InloopError, UsageError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the arguments, do what they say, return the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        _require_extras()
+        code: int = options.run(options)
+    except KeyboardInterrupt:
+        print("inloop: interrupted; what is finished is saved, the same command continues", file=sys.stderr)
+        return 130
+    except UsageError as error:
+        print(f"inloop: {error}", file=sys.stderr)
+        return 2
+    except InloopError as error:
+        print(f"inloop: {error}", file=sys.stderr)
+        return 1
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="inloop", description="Learn the data distribution while the model trains.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    run = commands.add_parser("run", help="run an experiment").add_subparsers(required=True, metavar="EXPERIMENT")
+    _add_splits(run)
+    report = commands.add_parser("report", help="write a page on the runs in a folder")
+    report.add_argument("folder", type=Path, metavar="DIR", help="a folder with one or more runs")
+    report.set_defaults(run=_report)
+    return parser
+
+
+def _add_splits(experiments: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    from inloop.lab.networks import NETWORKS
+    from inloop.lab.noise import Noise
+    from inloop.lab.split_settings import OptimizerName, ReferenceName, RewardName
+
+    splits = experiments.add_parser(
+        "splits",
+        help="find the bad one of several splits of a data set while training",
+        description="The paper's section 5.1: equal splits of a data set, the first one noisy; which are learned from is learned. "
+        "The same command again continues an interrupted run.",
+    )
+    splits.add_argument("--data", default="digits", metavar="digits|cifar10|cifar100|PATH", help="default: digits")
+    splits.add_argument("--network", choices=NETWORKS, help="default: fc-bn")
+    splits.add_argument("--reward", choices=get_args(RewardName), help="default: gar")
+    splits.add_argument("--noise", choices=get_args(Noise), help="what is wrong with split 0; default: labels")
+    splits.add_argument("--sources", type=int, help="number of splits; default: 10")
+    splits.add_argument("--batch", type=int, help="default: 1000, for digits 250")
+    splits.add_argument("--epochs", type=int, help="default: 10, for digits 40")
+    splits.add_argument("--seeds", type=int, default=10, help="number of runs; default: 10")
+    splits.add_argument("--optimizer", choices=get_args(OptimizerName), help="default: nesterov, for digits sgd")
+    splits.add_argument("--reference", choices=get_args(ReferenceName), help="default: next")
+    splits.add_argument("--accumulate", type=int, help="paid steps for each update of the policy; default: 10")
+    splits.add_argument("--layers", choices=("all", "linear"), help="layers that count for the reward; default: all")
+    splits.add_argument("--out", type=Path, help="folder of the run; default: runs/ and a name made of the settings")
+    splits.add_argument("--restart", action="store_true", help="begin anew instead of continuing")
+    splits.add_argument("--json", action="store_true", help="print one JSON object")
+    splits.set_defaults(run=_run_splits)
+
+
+def _run_splits(options: argparse.Namespace) -> int:
+    from inloop.lab.datasets import load_data
+    from inloop.lab.display import SplitDisplay, print_splits
+    from inloop.lab.noise import NOISY_SPLIT
+    from inloop.lab.run_folder import RunFolder
+    from inloop.lab.split_settings import with_defaults
+    from inloop.lab.splits import run_seed
+    from inloop.lab.summary import summarise_seeds
+
+    if options.seeds < 1:
+        raise UsageError(f"--seeds {options.seeds}: allowed are whole numbers from 1.")
+    names = (
+        "network",
+        "reward",
+        "noise",
+        "sources",
+        "batch",
+        "epochs",
+        "optimizer",
+        "reference",
+        "accumulate",
+        "layers",
+    )
+    settings = with_defaults(options.data, **{name: getattr(options, name) for name in names})
+    data = load_data(options.data)
+    out = options.out or Path("runs") / settings.folder_name()
+    folder = RunFolder(out, "splits", settings.as_dict(), options.restart)
+    noisy = None if settings.noise == "none" else NOISY_SPLIT
+    with SplitDisplay(f"{settings.network} {settings.reward}", options.seeds, settings.epochs, noisy) as display:
+        results = [run_seed(settings, data, seed, folder.seed(seed), display.show) for seed in range(options.seeds)]
+    if options.json:
+        print(json.dumps(summarise_seeds(results)))
+    else:
+        print_splits(results, settings, out)
+    return 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    from inloop.lab.report_page import write_report
+
+    print(write_report(options.folder))
+    return 0
+
+
+def _require_extras() -> None:
+    try:
+        import matplotlib  # noqa: F401
+        import rich  # noqa: F401
+    except ImportError as error:
+        raise UsageError(f"The command line needs {error.name}. Fix: pip install 'inloop[cli]'.") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""What a person sees in the terminal: the live display of a run (on standard error), and its table at the end."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from inloop.lab.split_settings import SplitSettings
+from inloop.lab.splits import Progress as SeedProgress
+from inloop.lab.summary import mean_and_interval, show_interval
+
+_BAR = 30
+
+
+class SplitDisplay:
+    """Use as a context manager; call ``show`` with each epoch's progress."""
+
+    def __init__(self, title: str, num_seeds: int, epochs: int, noisy: int | None) -> None:
+        self.noisy = noisy
+        self.console = Console(file=sys.stderr)
+        self.progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=self.console,
+        )
+        self.task = self.progress.add_task(title, total=num_seeds * epochs)
+        self.epochs = epochs
+        self.first_seed: int | None = None
+        self.live = Live(self.progress, console=self.console, transient=True, refresh_per_second=8)
+
+    def __enter__(self) -> "SplitDisplay":
+        if self.console.is_terminal:
+            self.live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.live.stop()
+
+    def show(self, now: SeedProgress) -> None:
+        if self.first_seed is None:
+            self.first_seed = now.seed
+        done = (now.seed - self.first_seed) * self.epochs + now.epoch
+        self.progress.update(self.task, completed=done)
+        self.live.update(Group(self.progress, self._shares(now)))
+
+    def _shares(self, now: SeedProgress) -> Table:
+        table = Table(title=f"seed {now.seed}, epoch {now.epoch}, loss {now.loss:.3f}", show_header=False, box=None)
+        largest = max(now.probabilities)
+        for source, share in enumerate(now.probabilities):
+            mark = "noisy" if source == self.noisy else ""
+            bar = "█" * round(_BAR * share / largest)
+            table.add_row(f"source {source}", f"{share:.3f}", f"[{'red' if mark else 'cyan'}]{bar}[/]", mark)
+        return table
+
+
+def print_splits(results: Sequence[dict[str, Any]], settings: SplitSettings, out: Path) -> None:
+    """The run's row of Table 1, which source hurts, and where the rest is."""
+    console = Console()
+    table = Table(title=f"{settings.data}, noise: {settings.noise}, {len(results)} seed(s), mean ± 95% interval")
+    uniform = (settings.sources - 1) / settings.sources
+    for column in ("network", "reward", f"noisy split (uniform {uniform:.2f})", "other splits", "test accuracy"):
+        table.add_column(column, justify="left" if column in ("network", "reward") else "right")
+    values = [
+        "-" if results[0][name] is None else show_interval(*mean_and_interval([result[name] for result in results]))
+        for name in ("noisy_area", "other_area", "test_accuracy")
+    ]
+    table.add_row(settings.network, settings.reward, *values)
+    console.print(table)
+    if settings.reward == "gar":
+        named: dict[int, int] = {}
+        for result in results:
+            for source in result["named"]:
+                named[source] = named.get(source, 0) + 1
+        if named:
+            for source, times in sorted(named.items()):
+                console.print(f"source {source} is called bad, by its rewards, in {times} of {len(results)} seed(s)")
+        else:
+            console.print("no source is called bad by its rewards")
+    console.print(f"run: {out}", soft_wrap=True, highlight=False)

@@ -1,0 +1,75 @@
+"""What defines a run of the split experiment, and the defaults that depend on the data."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from inloop.errors import UsageError
+from inloop.lab.networks import NETWORKS
+from inloop.lab.noise import Noise
+
+RewardName = Literal["gar", "nslr", "none", "oracle"]
+OptimizerName = Literal["nesterov", "sgd", "adam"]
+ReferenceName = Literal["next", "previous", "heldout"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitSettings:
+    """One run, of one or more seeds. Defaults are the paper's, for CIFAR-10.
+
+    Attributes:
+        reward: "gar", "nslr", "none" (every split equally often) or "oracle" (never the noisy one).
+        optimizer: "nesterov" (lr 0.1, momentum 0.9, L2 5e-4, the paper's), "sgd" (lr 0.1) or "adam" (lr 0.001).
+        reference: "next", "previous" or "heldout" (a fixed tenth of the clean training data).
+        layers: "all", or "linear" to reward linear layers only.
+    """
+
+    data: str = "digits"
+    network: str = "fc-bn"
+    reward: RewardName = "gar"
+    noise: Noise = "labels"
+    sources: int = 10
+    batch: int = 1000
+    epochs: int = 10
+    optimizer: OptimizerName = "nesterov"
+    reference: ReferenceName = "next"
+    accumulate: int = 10
+    layers: Literal["all", "linear"] = "all"
+
+    def __post_init__(self) -> None:
+        choices = {
+            "network": NETWORKS,
+            "reward": get_args(RewardName),
+            "noise": get_args(Noise),
+            "optimizer": get_args(OptimizerName),
+            "reference": get_args(ReferenceName),
+            "layers": ("all", "linear"),
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise UsageError(f"{name}={getattr(self, name)!r}: allowed are {', '.join(allowed)}.")
+        for name, least in (("sources", 2), ("batch", 2), ("epochs", 1), ("accumulate", 1)):
+            if getattr(self, name) < least:
+                raise UsageError(f"{name}={getattr(self, name)}: allowed are whole numbers from {least}.")
+        if self.reward == "oracle" and self.noise == "none":
+            raise UsageError("reward='oracle' leaves out the noisy split, and with noise='none' there is none.")
+        if self.reward == "nslr" and self.reference == "previous":
+            raise UsageError("reward='nslr' is the loss of the next step; reference='previous' has no meaning for it.")
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def folder_name(self) -> str:
+        """A name for the run's folder: data, network, reward, noise, and whatever else is not the default."""
+        usual = with_defaults(self.data)
+        others = ("sources", "batch", "epochs", "optimizer", "reference", "accumulate", "layers")
+        special = [f"{name}-{getattr(self, name)}" for name in others if getattr(self, name) != getattr(usual, name)]
+        return "-".join(["splits", Path(self.data).stem, self.network, self.reward, self.noise, *special])
+
+
+def with_defaults(data: str, **given: Any) -> SplitSettings:
+    """Settings for ``data``; what is None takes the default for that data."""
+    chosen = {name: value for name, value in given.items() if value is not None}
+    # There are 1,500 digits to train on: the paper's batch would be two thirds of them.
+    defaults: dict[str, Any] = {"batch": 250, "epochs": 40, "optimizer": "sgd"} if data == "digits" else {}
+    return SplitSettings(data=data, **(defaults | chosen))

@@ -1,0 +1,199 @@
+"""The paper's section 5.1: equal splits of a data set, one of them noisy, and a policy that learns which to use.
+
+The *area* of split k (Table 1) is (K - 1) times the trapezoid mean over epochs of its probability, averaged within each
+epoch: uniform sampling gives (K - 1) / K, never using a split 0, and no split can have more than 1 (inverted softmax).
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from inloop.alignment.plan import LayerFilter
+from inloop.lab.image_data import ImageData, to_input
+from inloop.lab.networks import make_network
+from inloop.lab.noise import NOISY_SPLIT, make_splits
+from inloop.lab.run_folder import SeedFolder
+from inloop.lab.split_settings import SplitSettings
+from inloop.learner import InLoop
+from inloop.mixture import Mixture
+from inloop.policies import MixturePolicy
+from inloop.verdict import RewardStatistics
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a display shows while a seed trains."""
+
+    seed: int
+    epoch: int
+    epochs: int
+    probabilities: list[float]
+    loss: float
+
+
+class SplitExperiment:
+    """One seed of the experiment: model, policy, learner, data, and what was recorded."""
+
+    def __init__(self, settings: SplitSettings, data: ImageData, seed: int) -> None:
+        self.settings = settings
+        self.data = data
+        self.seed = seed
+        torch.manual_seed(seed)
+        self.splits = make_splits(data, settings.sources, settings.noise, torch.Generator().manual_seed(seed))
+        self.mixture = Mixture(self.splits)
+        self.model = make_network(settings.network, data.train_x.shape[1:], data.num_classes)
+        self.optimizer = make_optimizer(settings.optimizer, self.model)
+        self.policy = MixturePolicy(settings.sources)
+        self.statistics = RewardStatistics(settings.sources)
+        self.learner = self._make_learner() if settings.reward in ("gar", "nslr") else None
+        self.epochs: list[dict[str, Any]] = []
+
+    def _make_learner(self) -> InLoop:
+        settings = self.settings
+        only_linear: LayerFilter = lambda name, module: isinstance(module, nn.Linear)  # noqa: E731
+        return InLoop(
+            self.model,
+            self.policy,
+            reward="gar" if settings.reward == "gar" else "nslr",
+            reference=self.held_out_loss if settings.reference == "heldout" else settings.reference,
+            accumulate=settings.accumulate,
+            layers=only_linear if settings.layers == "linear" else None,
+            callback=self.statistics.add,
+        )
+
+    def held_out_loss(self) -> Tensor:
+        """On a fixed part of the clean training data, as large as a batch."""
+        x, y = self.splits[-1]
+        return F.cross_entropy(self.model(to_input(x[: self.settings.batch])), y[: self.settings.batch])
+
+    def probabilities(self) -> Tensor:
+        """What is sampled from: the policy, or the fixed distribution of a baseline."""
+        if self.learner is not None:
+            return self.policy.probabilities()
+        p_K = torch.ones(self.settings.sources)
+        if self.settings.reward == "oracle":
+            p_K[NOISY_SPLIT] = 0
+        return p_K / p_K.sum()
+
+    def train_epoch(self) -> None:
+        """As many steps as fill one pass over the training data."""
+        settings = self.settings
+        self.model.train()
+        losses, p_TK = [], []
+        for _ in range(max(1, len(self.data.train_x) // settings.batch)):
+            p_TK.append(self.probabilities())
+            if self.learner is not None:
+                actions = self.learner.sample(settings.batch)
+            else:
+                actions = torch.multinomial(
+                    p_TK[-1], settings.batch, replacement=True, generator=self.mixture.generator
+                )
+            x, y = self.mixture.draw(actions)
+            loss = F.cross_entropy(self.model(to_input(x)), y)
+            loss.backward()  # type: ignore[no-untyped-call]
+            if self.learner is not None:
+                self.learner.step(loss)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            losses.append(loss.item())
+        self.epochs.append(
+            {
+                "epoch": len(self.epochs) + 1,
+                "loss": sum(losses) / len(losses),
+                "probabilities": torch.stack(p_TK).mean(dim=0).tolist(),
+            }
+        )
+
+    @torch.no_grad()
+    def test_accuracy(self) -> float:
+        self.model.eval()
+        batches = zip(torch.split(self.data.test_x, 1000), torch.split(self.data.test_y, 1000), strict=True)
+        right = sum(int((self.model(to_input(x)).argmax(dim=1) == y).sum()) for x, y in batches)
+        return right / len(self.data.test_y)
+
+    def result(self) -> dict[str, Any]:
+        """What is reported of a finished seed."""
+        settings = self.settings
+        areas_K = areas([epoch["probabilities"] for epoch in self.epochs])
+        noisy = None if settings.noise == "none" else NOISY_SPLIT
+        others = [area for k, area in enumerate(areas_K) if k != noisy]
+        result = {
+            "seed": self.seed,
+            "network": settings.network,
+            "reward": settings.reward,
+            "noisy_area": None if noisy is None else areas_K[noisy],
+            "other_area": sum(others) / len(others),
+            "test_accuracy": self.test_accuracy(),
+            "named": self.statistics.bad_sources() if settings.reward == "gar" else [],
+            "areas": areas_K,
+            "sources": [asdict(verdict) for verdict in self.statistics.verdicts()] if settings.reward == "gar" else [],
+            "effective_epochs": self.mixture.effective_epochs().tolist(),
+            "epochs": self.epochs,
+        }
+        return cast(dict[str, Any], tree_map_only(float, lambda value: round(value, 6), result))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "mixture": self.mixture.state_dict(),
+            # With its tape: so a run does not depend on how often it is saved.
+            "learner": None if self.learner is None else self.learner.state_dict(pending=True),
+            "statistics": self.statistics.state_dict(),
+            "torch": torch.get_rng_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.mixture.load_state_dict(state["mixture"])
+        if self.learner is not None:
+            self.learner.load_state_dict(state["learner"])
+        self.statistics.load_state_dict(state["statistics"])
+        torch.set_rng_state(state["torch"])
+
+
+def run_seed(
+    settings: SplitSettings,
+    data: ImageData,
+    seed: int,
+    folder: SeedFolder | None = None,
+    show: Callable[[Progress], None] = lambda progress: None,
+) -> dict[str, Any]:
+    """Train one seed to the end, from where ``folder`` left off, and return its result."""
+    if folder is not None and (finished := folder.result()) is not None:
+        return finished
+    experiment = SplitExperiment(settings, data, seed)
+    if folder is not None and (saved := folder.load()) is not None:
+        state, experiment.epochs = saved
+        experiment.load_state_dict(state)
+    while len(experiment.epochs) < settings.epochs:
+        experiment.train_epoch()
+        last = experiment.epochs[-1]
+        if folder is not None:
+            folder.save(experiment.state_dict(), experiment.epochs)
+        show(Progress(seed, last["epoch"], settings.epochs, experiment.probabilities().tolist(), last["loss"]))
+    result = experiment.result()
+    if folder is not None:
+        folder.finish(result)
+    return result
+
+
+def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    if name == "adam":
+        return torch.optim.Adam(model.parameters(), lr=1e-3)
+    if name == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=5e-4)
+
+
+def areas(probabilities_EK: list[list[float]]) -> list[float]:
+    """Area of each split from its mean probability in each of E epochs."""
+    p_EK = torch.tensor(probabilities_EK, dtype=torch.float64)
+    mean_K = p_EK[0] if len(p_EK) == 1 else torch.trapezoid(p_EK, dim=0) / (len(p_EK) - 1)
+    return ((p_EK.shape[1] - 1) * mean_K).tolist()

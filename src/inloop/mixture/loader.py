@@ -1,0 +1,168 @@
+"""Batches from a mixture for a training loop, read ahead by worker processes if asked for.
+
+Choices are drawn in this process, by the policy as it is when a batch is *ordered*; workers only fetch examples and hold
+no state. So a change of the policy takes effect after at most the batches that are on order, and the learner reports that
+lag. What is on order is part of the state: a continued run uses the same batches as one that was not interrupted.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from inloop.draws import Draw
+from inloop.errors import UsageError
+from inloop.mixture.mixture import Mixture
+from inloop.mixture.sources import Key, StreamSource
+from inloop.policies import Actions, Discrete, Product
+
+if TYPE_CHECKING:
+    from inloop.learner import InLoop
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Order:
+    """A batch that was chosen and not yet used."""
+
+    draw: Draw
+    source_N: Tensor
+    position_N: Tensor
+
+    def pairs(self) -> list[Key]:
+        return list(zip(self.source_N.tolist(), self.position_N.tolist(), strict=True))
+
+
+class MixtureLoader:
+    """Yields ``(actions, batch)``; the actions are then what ``learner.step(loss)`` takes for this step.
+
+    Args:
+        batch_size: Examples in each (micro-)batch.
+        num_steps: How many batches to yield; None for no end.
+        num_workers: Processes that fetch examples; 0 to fetch in this one.
+        prefetch: Batches on order for each worker.
+        micro_batches: Batches for each step, if gradients are accumulated (it matters with ``interleave=True`` only).
+    """
+
+    def __init__(
+        self,
+        mixture: Mixture,
+        learner: "InLoop",
+        batch_size: int,
+        *,
+        num_steps: int | None = None,
+        num_workers: int = 0,
+        prefetch: int = 2,
+        micro_batches: int = 1,
+    ) -> None:
+        for name, value, least in (
+            ("batch_size", batch_size, 1),
+            ("num_workers", num_workers, 0),
+            ("prefetch", prefetch, 1),
+            ("micro_batches", micro_batches, 1),
+        ):
+            if value < least:
+                raise UsageError(f"{name}={value}: allowed are whole numbers from {least}.")
+        _refuse_other_number_of_sources(mixture, learner)
+        self.mixture = mixture
+        self.learner = learner
+        self.batch_size = batch_size
+        self.num_steps = num_steps
+        self.num_workers = num_workers
+        self.prefetch = prefetch
+        self.micro_batches = micro_batches
+        self.num_ordered = 0
+        self.num_yielded = 0
+        self._on_order: deque[_Order] = deque()
+
+    def __iter__(self) -> Iterator[tuple[Actions, Any]]:
+        for batch in self._batches():
+            order = self._on_order.popleft()
+            self.learner.use(order.draw)
+            self.num_yielded += 1
+            yield order.draw.actions, batch
+
+    def _batches(self) -> Iterator[Any]:
+        if self.num_workers == 0:
+            for order in self._orders():
+                yield self.mixture.batch(order.source_N, order.position_N)
+            return
+        loader: DataLoader[Any] = DataLoader(
+            _Fetch(self.mixture),
+            batch_sampler=self._with_streams(),
+            num_workers=self.num_workers,
+            prefetch_factor=self.prefetch,
+            collate_fn=self.mixture.collate,
+            generator=torch.Generator(),  # else each new iterator would draw from torch's own
+        )
+        yield from loader
+
+    def _orders(self) -> Iterator[_Order]:
+        """What to fetch, batch by batch: first what was on order when the loader was left or saved."""
+        yield from list(self._on_order)
+        while self.num_steps is None or self.num_ordered < self.num_steps:
+            plain = self.learner.interleave and (self.num_ordered // self.micro_batches) % 2 == 1
+            draw = self.learner.draw(self.batch_size, plain)
+            order = _Order(draw, *self.mixture.choose(draw.actions))
+            self._on_order.append(order)
+            self.num_ordered += 1
+            yield order
+
+    def _with_streams(self) -> Iterator[list[Any]]:
+        """Examples of streams are read here, in order, and only pass through the worker."""
+        streams = {number for number, source in enumerate(self.mixture.sources) if isinstance(source, StreamSource)}
+        for order in self._orders():
+            yield [self.mixture.fetch(key) if key[0] in streams else _Index(*key) for key in order.pairs()]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, what is on order, and the mixture's state; save it together with the learner's."""
+        return {
+            "mixture": self.mixture.state_dict(),
+            "num_ordered": self.num_ordered,
+            "num_yielded": self.num_yielded,
+            "on_order": [
+                {"draw": order.draw.state_dict(), "source": order.source_N, "position": order.position_N}
+                for order in self._on_order
+            ],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict`; iterate anew afterwards."""
+        self.mixture.load_state_dict(state["mixture"])
+        self.num_ordered, self.num_yielded = state["num_ordered"], state["num_yielded"]
+        self._on_order = deque(
+            _Order(Draw.restored(self.learner.policy, saved["draw"]), saved["source"], saved["position"])
+            for saved in state["on_order"]
+        )
+        for number, source in enumerate(self.mixture.sources):
+            if isinstance(source, StreamSource):
+                waiting = [position for order in self._on_order for s, position in order.pairs() if s == number]
+                source.restart_at(min(waiting, default=source.position))
+
+
+@dataclass(frozen=True, slots=True)
+class _Index:
+    source: int
+    position: int
+
+
+class _Fetch(Dataset[Any]):
+    """What a worker holds: the sources, to be indexed. It receives an index, or an example that was read already."""
+
+    def __init__(self, mixture: Mixture) -> None:
+        self.mixture = mixture
+
+    def __getitem__(self, item: Any) -> Any:
+        return self.mixture.fetch((item.source, item.position)) if isinstance(item, _Index) else item
+
+
+def _refuse_other_number_of_sources(mixture: Mixture, learner: "InLoop") -> None:
+    policy = learner.policy
+    chooser = policy.factors["source"] if isinstance(policy, Product) and "source" in policy.factors else policy
+    if isinstance(chooser, Discrete) and chooser.num_choices != len(mixture.sources):
+        raise UsageError(
+            f"The policy chooses among {chooser.num_choices} sources, the mixture has {len(mixture.sources)}. They must be as many."
+        )

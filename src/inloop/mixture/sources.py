@@ -1,0 +1,157 @@
+"""One data source behind one interface: indexed (a dataset, tensors in memory) or a stream that is read in order."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, TensorDataset
+
+from inloop.errors import UsageError
+from inloop.randomness import default_generator
+
+# What is asked of a source: an index in it, or, for a stream, the position in its present pass.
+Key = tuple[int, int]
+
+
+class Source(ABC):
+    """A source of examples.
+
+    Attributes:
+        size: How many examples one pass has; None while that is not known.
+    """
+
+    size: int | None
+
+    @abstractmethod
+    def choose(self, n: int, generator: torch.Generator) -> Tensor:
+        """Which examples come next, ``n`` of them."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class IndexedSource(Source):
+    """A map-style dataset. Examples are drawn with replacement, or by passes that are shuffled anew each time.
+
+    The order of a pass follows from a seed and the number of the pass alone, so the state is two numbers.
+    """
+
+    def __init__(self, dataset: Any, passes: bool, name: str) -> None:
+        self.dataset = dataset
+        self.size: int = len(dataset)
+        self.passes = passes
+        self.seed = default_generator(f"passes over source {name}").initial_seed()
+        self.num_passes = 0
+        self.position = 0
+        self._order = torch.empty(0, dtype=torch.long)
+        self._order_of_pass = -1
+
+    def choose(self, n: int, generator: torch.Generator) -> Tensor:
+        if not self.passes:
+            # In float64 the product is exact enough for any size, and below it.
+            return (torch.rand(n, generator=generator, dtype=torch.float64) * self.size).long()
+        chosen = []
+        while n > 0:
+            if self._order_of_pass != self.num_passes:
+                shuffler = torch.Generator().manual_seed((self.seed + self.num_passes) % 2**63)
+                self._order = torch.randperm(self.size, generator=shuffler)
+                self._order_of_pass = self.num_passes
+            part = self._order[self.position : self.position + n]
+            chosen.append(part)
+            n -= len(part)
+            self.position += len(part)
+            if self.position == self.size:
+                self.num_passes, self.position = self.num_passes + 1, 0
+        return torch.cat(chosen) if chosen else torch.empty(0, dtype=torch.long)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seed": self.seed, "num_passes": self.num_passes, "position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seed, self.num_passes, self.position = state["seed"], state["num_passes"], state["position"]
+        self._order_of_pass = -1
+
+
+class StreamSource(Source):
+    """An iterable that is read in order and begun anew at its end; chosen examples are read at once, in this process."""
+
+    def __init__(self, stream: Iterable[Any], name: str) -> None:
+        self.stream = stream
+        self.name = name
+        self.size: int | None = None
+        self.position = 0  # examples chosen so far, over all passes
+        self._read = 0  # examples read so far
+        self._iterator: Iterator[Any] = iter(())
+        self._in_pass = 0
+        self._buffer: dict[int, Any] = {}
+
+    def choose(self, n: int, generator: torch.Generator) -> Tensor:
+        positions = torch.arange(self.position, self.position + n)
+        self.position += n
+        return positions
+
+    def take(self, position: int) -> Any:
+        """The example at this position; each can be taken once, in any order."""
+        while self._read <= position:
+            self._buffer[self._read] = self._next()
+            self._read += 1
+        return self._buffer.pop(position)
+
+    def _next(self) -> Any:
+        try:
+            example = next(self._iterator)
+        except StopIteration:
+            if self._in_pass:
+                self.size = self._in_pass
+            self._iterator, self._in_pass = iter(self.stream), 0
+            try:
+                example = next(self._iterator)
+            except StopIteration:
+                raise UsageError(
+                    f"The stream of source {self.name} is empty; every source needs at least one example."
+                ) from None
+        self._in_pass += 1
+        return example
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position, "size": self.size}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.restart_at(state["position"])
+        self.position, self.size = state["position"], state["size"]
+
+    def restart_at(self, position: int) -> None:
+        """Read the stream again from its beginning up to here; earlier examples are passed over."""
+        self._iterator, self._in_pass, self._read = iter(()), 0, 0
+        self._buffer.clear()
+        while self._read < position:
+            self._next()
+            self._read += 1
+
+
+def as_source(number: int, source: object, passes: bool) -> Source:
+    """Wrap what a user gives: a map-style dataset, a tuple of tensors, or an iterable."""
+    if isinstance(source, (tuple, list)) and source and all(isinstance(part, Tensor) for part in source):
+        lengths = [len(part) for part in source]
+        if len(set(lengths)) != 1:
+            raise UsageError(f"The tensors of source {number} are of different lengths: {lengths}.")
+        source = TensorDataset(*source)
+    if isinstance(source, (Tensor, str)):
+        raise UsageError(f"Source {number} is a {type(source).__name__}. {_ALLOWED}")
+    if isinstance(source, IterableDataset) or not hasattr(source, "__getitem__"):
+        if not isinstance(source, Iterable):
+            raise UsageError(f"Source {number} is a {type(source).__name__}. {_ALLOWED}")
+        return StreamSource(source, str(number))
+    if not hasattr(source, "__len__"):
+        raise UsageError(f"Source {number}, a {type(source).__name__}, has no len(). {_ALLOWED}")
+    if len(source) == 0:
+        raise UsageError(f"Source {number} is empty; every source needs at least one example.")
+    return IndexedSource(source, passes, str(number))
+
+
+_ALLOWED = "Allowed are a map-style dataset (with [index] and len), a tuple of tensors, as (x, y), and an iterable of examples."

@@ -1,0 +1,112 @@
+"""Which source hurts: said from the rewards of its examples over many steps, never from its probability.
+
+For every paid step t and source k, the *advantage* is how much worse or better its examples were rewarded than all others,
+in standard deviations of the step's rewards:
+
+    d_tk = (mean reward of source k - mean reward of the others) / std of all rewards of the step
+
+It is averaged over steps with the number n_tk of examples as weight; its standard error takes a step as the unit, since
+examples of a step share the reference gradient. The interval is corrected for the number of sources (Bonferroni). A source
+is called bad if its whole interval lies below ``-least_effect``: a difference that is certain but tiny is none.
+"""
+
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inloop.errors import UsageError
+from inloop.policies import RewardSummary
+from inloop.report import StepReport
+
+
+@dataclass(frozen=True, slots=True)
+class SourceVerdict:
+    """What the rewards say of one source.
+
+    Attributes:
+        examples: How many of its examples were rewarded.
+        advantage: Its mean advantage; negative if its examples were rewarded less than the others'.
+        low: Lower end of the interval.
+        high: Upper end.
+        bad: Whether it is called bad.
+    """
+
+    source: int
+    examples: int
+    advantage: float
+    low: float
+    high: float
+    bad: bool
+
+
+class RewardStatistics:
+    """Collects the rewards of each source from a learner's reports; use its ``add`` as, or in, the learner's callback.
+
+    Args:
+        num_sources: K.
+        level: Probability that no source is called bad by chance, if all are equal.
+        least_effect: The smallest advantage, in standard deviations of a step's rewards, that counts.
+    """
+
+    def __init__(self, num_sources: int, level: float = 0.95, least_effect: float = 0.02) -> None:
+        if not 0 < level < 1:
+            raise UsageError(f"level={level}: allowed are numbers between 0 and 1.")
+        self.level = level
+        self.least_effect = least_effect
+        self.num_steps = 0
+        # sums over steps of n, n d, n², n² d, n² d²
+        self._sums = torch.zeros(5, num_sources, dtype=torch.float64)
+
+    def add(self, report: StepReport) -> None:
+        """Take in one step; steps that paid nothing, or rewards without spread, say nothing."""
+        rewards = report.rewards["source"] if isinstance(report.rewards, dict) else report.rewards
+        if not isinstance(rewards, RewardSummary) or not report.reward_std > 0:
+            return
+        n_K = rewards.count_K.double().cpu()
+        d_K = advantage(n_K, rewards.mean_K.double().cpu(), report.reward_std)
+        n_K = torch.where(d_K.isnan(), 0.0, n_K)
+        d_K = d_K.nan_to_num(0.0)
+        self._sums += torch.stack([n_K, n_K * d_K, n_K**2, n_K**2 * d_K, n_K**2 * d_K**2])
+        self.num_steps += 1
+
+    def verdicts(self) -> list[SourceVerdict]:
+        """One for each source."""
+        n_K, nd_K, n2_K, n2d_K, n2d2_K = self._sums
+        mean_K = nd_K / n_K
+        variance_K = (n2d2_K - 2 * mean_K * n2d_K + mean_K**2 * n2_K).clamp_min(0) / n_K**2
+        width_K = self._quantile() * variance_K.sqrt()
+        return [
+            SourceVerdict(
+                k,
+                int(n_K[k]),
+                mean,
+                mean - width,
+                mean + width,
+                self.num_steps > 1 and mean + width < -self.least_effect,
+            )
+            for k, (mean, width) in enumerate(zip(mean_K.tolist(), width_K.tolist(), strict=True))
+        ]
+
+    def bad_sources(self) -> list[int]:
+        return [verdict.source for verdict in self.verdicts() if verdict.bad]
+
+    def _quantile(self) -> float:
+        """Of the normal distribution, two-sided, for all sources together."""
+        return NormalDist().inv_cdf(1 - (1 - self.level) / (2 * self._sums.shape[1]))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_steps": self.num_steps, "sums": self._sums.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.num_steps = state["num_steps"]
+        self._sums.copy_(state["sums"])
+
+
+def advantage(n_K: Tensor, mean_K: Tensor, std: float) -> Tensor:
+    """``(mean of k - mean of the others) / std``; nan for a source without examples, or with all of them."""
+    sums_K = n_K * mean_K.nan_to_num(0.0)
+    others_K = (sums_K.sum() - sums_K) / (n_K.sum() - n_K)
+    return (mean_K - others_K) / std
