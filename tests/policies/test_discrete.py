@@ -149,3 +149,34 @@ def test_reward_summary():
     assert summary.mean_K[1].isnan()
     torch.testing.assert_close(summary.std_K[0], torch.tensor([1.0, 2.0, 6.0], dtype=torch.float64).std())
     assert summary.std_K[1:].isnan().all()
+
+
+def test_shares_keep_their_limits_and_add_up():
+    policy = MixturePolicy(4, form="softmax", floor=[0.1, 0.0, 0.05, 0.0], ceiling=[1.0, 0.4, 1.0, 0.3])
+    for scores in ([0.0, 9.0, 0.0, 0.0], [0.0, 9.0, 0.0, 9.0], [-9.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]):
+        with torch.no_grad():
+            policy.scores.copy_(torch.tensor(scores))
+        p_K = policy.probabilities()
+        torch.testing.assert_close(p_K.sum(), torch.tensor(1.0))
+        assert (p_K >= policy.floor_K - 1e-6).all()
+        assert (p_K <= policy.ceiling_K + 1e-6).all()
+    with torch.no_grad():
+        policy.scores.copy_(torch.tensor([0.0, 9.0, 0.0, 0.0]))
+    excess = policy.probabilities()  # what source 1 gave up went to the others in proportion
+    uncapped = MixturePolicy(4, form="softmax", floor=[0.1, 0.0, 0.05, 0.0])
+    uncapped.load_state_dict(policy.state_dict())
+    raw = uncapped.probabilities()
+    torch.testing.assert_close(excess[0] / excess[2], raw[0] / raw[2])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"ceiling": 0.2}, "ceiling=0.2: each must be above its floor, and they must add up to 1 or more"),
+        ({"floor": 0.2, "ceiling": [0.1, 1, 1, 1]}, "each must be above its floor"),
+        ({"floor": [0.1, 0.2]}, "give one number, or one for each of the 4 sources"),
+    ],
+)
+def test_bad_limits_are_named(arguments, message):
+    with pytest.raises(UsageError, match=message):
+        MixturePolicy(4, **arguments)

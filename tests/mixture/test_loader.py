@@ -1,0 +1,161 @@
+"""The loader: choices in this process, stateless workers, a lag that is known, and resuming bit for bit."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import Dataset, IterableDataset
+
+from inloop import InLoop, Mixture, MixturePolicy
+from inloop.errors import UsageError
+from tests.training import make_net, make_sources
+
+
+class Rows(Dataset):
+    """A map-style dataset, so that workers have something to fetch."""
+
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return self.x[index], int(self.y[index])
+
+
+class RowStream(IterableDataset):
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+    def __iter__(self):
+        return zip(self.x, self.y.tolist(), strict=True)
+
+
+class Training:
+    def __init__(self, sources, seed=0, num_steps=None, num_workers=0, batch_size=16, **options):
+        self.model = make_net(seed=seed)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
+        self.reports, self.batches = [], []
+        torch.manual_seed(seed)
+        self.learner = InLoop(
+            self.model, MixturePolicy(len(sources)), accumulate=2, callback=self.reports.append, **options
+        )
+        self.mixture = Mixture(sources)
+        self.loader = self.mixture.loader(self.learner, batch_size, num_steps=num_steps, num_workers=num_workers)
+
+    def run(self, stop_after=None):
+        for done, (actions, (x, y)) in enumerate(self.loader, start=1):
+            self.batches.append((actions.clone(), x.clone()))
+            loss = F.cross_entropy(self.model(x), y)
+            loss.backward()
+            self.learner.step(loss)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            if done == stop_after:
+                break
+        return self
+
+    def state(self):
+        return [
+            self.model.state_dict(),
+            self.optimizer.state_dict(),
+            self.learner.state_dict(),
+            self.loader.state_dict(),
+        ]
+
+    def load(self, state):
+        parts = (self.model, self.optimizer, self.learner, self.loader)
+        for part, saved in zip(parts, state, strict=True):
+            part.load_state_dict(saved)
+
+
+SOURCES = {
+    "tensors": lambda: make_sources(3, size=60),
+    "datasets": lambda: [Rows(*source) for source in make_sources(3, size=60)],
+    "streams": lambda: [Rows(*make_sources(3, size=60)[0]), *[RowStream(*s) for s in make_sources(3, size=25)[1:]]],
+}
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_examples_come_from_the_sources_that_the_actions_name(kind):
+    sources = SOURCES[kind]()
+    training = Training(sources, num_steps=5, num_workers=2 if kind != "tensors" else 0).run()
+    assert len(training.batches) == 5
+    owner = {tuple(row.tolist()): k for k, s in enumerate(sources) for row in (s[0] if isinstance(s, tuple) else s.x)}
+    for actions, x in training.batches:
+        assert [owner[tuple(row.tolist())] for row in x] == actions.tolist()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_change_of_the_policy_takes_effect_after_what_is_on_order(num_workers):
+    training = Training(SOURCES["datasets"](), num_steps=14, num_workers=num_workers).run()
+    most = max(report.lag for report in training.reports)
+    # Two workers with two batches each on order: up to 4 batches, in which the policy moves every second step.
+    assert most == {0: 0, 2: 2}[num_workers]
+    assert all(report.paid for report in training.reports[1:])
+
+
+@pytest.mark.parametrize("kind", ["datasets", "streams"])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_continued_run_equals_the_uninterrupted_one_with_workers_and_prefetch(kind, num_workers, tmp_path):
+    uninterrupted = Training(SOURCES[kind](), num_steps=16, num_workers=num_workers)
+    iterator = iter(uninterrupted.loader)
+
+    def advance(training, batches, steps):
+        for _ in range(steps):
+            actions, (x, y) = next(batches)
+            training.batches.append((actions, x))
+            loss = F.cross_entropy(training.model(x), y)
+            loss.backward()
+            training.learner.step(loss)
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+
+    advance(uninterrupted, iterator, 6)
+    torch.save(uninterrupted.state(), tmp_path / "state.pt")
+    advance(uninterrupted, iterator, 10)
+
+    continued = Training(SOURCES[kind](), seed=3, num_steps=16, num_workers=num_workers)
+    continued.load(torch.load(tmp_path / "state.pt", weights_only=True))
+    advance(continued, iter(continued.loader), 10)
+    for (actions, x), (other_actions, other_x) in zip(continued.batches, uninterrupted.batches[6:], strict=True):
+        assert torch.equal(actions, other_actions)
+        assert torch.equal(x, other_x)
+    assert torch.equal(continued.learner.policy.scores, uninterrupted.learner.policy.scores)
+    assert torch.equal(continued.mixture.drawn_K, uninterrupted.mixture.drawn_K)
+    assert continued.learner.policy.scores.abs().max() > 0
+
+
+def test_what_is_on_order_when_the_loop_is_left_comes_first_in_the_next():
+    whole = Training(SOURCES["datasets"](), num_steps=8, num_workers=2).run()
+    in_two = Training(SOURCES["datasets"](), num_steps=8, num_workers=2).run(stop_after=3).run()
+    assert len(in_two.batches) == 8
+    for (_, x), (_, other) in zip(whole.batches, in_two.batches, strict=True):
+        assert torch.equal(x, other)
+
+
+def test_interleaving_through_the_loader():
+    training = Training(SOURCES["datasets"](), num_steps=8, num_workers=2, interleave=True).run()
+    assert [report.paid for report in training.reports] == [False, True] * 4
+
+
+def test_the_loader_does_not_touch_torchs_own_generator():
+    training = Training(SOURCES["datasets"](), num_steps=3, num_workers=1)
+    before = torch.get_rng_state()
+    training.run()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_bad_arguments_are_named():
+    sources = make_sources(3)
+    learner = InLoop(make_net(), MixturePolicy(2))
+    with pytest.raises(UsageError, match="chooses among 2 sources, the mixture has 3"):
+        Mixture(sources).loader(learner, 8)
+    learner = InLoop(make_net(), MixturePolicy(3))
+    for options, message in (
+        ({"batch_size": 0}, "batch_size=0: allowed are whole numbers from 1"),
+        ({"batch_size": 4, "num_workers": -1}, "num_workers=-1"),
+        ({"batch_size": 4, "prefetch": 0}, "prefetch=0"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            Mixture(sources).loader(learner, **options)
