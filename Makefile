@@ -5,8 +5,11 @@ INSTALLED := .venv/installed
 
 .PHONY: demo test lint format bench clean
 
-demo: $(INSTALLED)  ## ten sources of digits, one of them bad
-	$(BIN)/python examples/find_bad_source.py
+demo: $(INSTALLED)  ## ten sources of digits, one of them bad: find it while training, and report
+	$(BIN)/inloop run splits --seeds 5 --out runs/demo/gar
+	$(BIN)/inloop run splits --seeds 5 --reward none --out runs/demo/none --json > /dev/null
+	$(BIN)/inloop run splits --seeds 5 --reward oracle --out runs/demo/oracle --json > /dev/null
+	$(BIN)/inloop report runs/demo
 
 test: $(INSTALLED)  ## the tests
 	$(BIN)/pytest -n auto

@@ -110,3 +110,12 @@ def test_example_weights():
 def test_label_smoothing(seed):
     clean, noisy = load_example("label_smoothing").main(seed=seed)
     assert noisy > 2 * clean
+
+
+def test_the_tables_are_those_of_the_committed_runs():
+    spec = importlib.util.spec_from_file_location("table", ROOT / "results" / "splits" / "table.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for path, text in module.pages().items():
+        assert path.read_text() == text, f"{path} is not up to date: python results/splits/table.py"
+        assert "| fc-bn, gar | " in text

@@ -1,0 +1,89 @@
+"""Writes the tables of the split experiment, from the JSON files beside it, into README.md and results/splits/README.md.
+
+python results/splits/table.py
+"""
+
+import json
+import re
+from pathlib import Path
+
+from inloop.lab.report_page import PAPER
+from inloop.lab.summary import mean_and_interval, show_interval
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+
+
+def interval(run: dict, quantity: str) -> str:
+    return show_interval(*mean_and_interval([result[quantity] for result in run["results"]]))
+
+
+def read(name: str) -> dict | None:
+    path = HERE / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def row(name: str, label: str, paper: tuple[float, float] | None = None) -> str | None:
+    run = read(name)
+    if run is None:
+        return None
+    named = sum(0 in result["named"] for result in run["results"])
+    wrongly = sum(any(source != 0 for source in result["named"]) for result in run["results"])
+    seeds = len(run["results"])
+    verdict = f"{named} of {seeds}" + (f" (others in {wrongly})" if wrongly else "") if run["reward"] == "gar" else ""
+    papers = (f"{paper[0]:.2f}", f"{paper[1]:.2f}") if paper else ("", "")
+    return (
+        f"| {label} | {interval(run, 'noisy_area')} | {papers[0]} | {interval(run, 'other_area')} | {papers[1]} "
+        f"| {interval(run, 'test_accuracy')} | {verdict} |"
+    )
+
+
+def table(rows: list[str | None]) -> str:
+    head = "| | noisy split | paper | other splits | paper | test accuracy | noisy split named |\n|---|---|---|---|---|---|---|"
+    return "\n".join([head, *[line for line in rows if line is not None]])
+
+
+def main_table() -> str:
+    rows = [
+        row(f"{network}-{reward}", f"{network}, {reward}", PAPER.get((network, reward)))
+        for network in ("fc-bn", "fc", "cnn-bn")
+        for reward in ("gar", "nslr", "none", "oracle")
+    ]
+    return table(rows)
+
+
+def other_tables() -> str:
+    parts = []
+    for title, names in (
+        (
+            "Other noise in one split (fc-bn)",
+            [f"fc-bn-{r}-{n}" for n in ("human", "images") for r in ("gar", "none", "oracle")],
+        ),
+        ("Readings of CNN_BN, 3 seeds", sorted(path.stem for path in HERE.glob("reading-*.json"))),
+        ("What matters (fc-bn, gar, 3 seeds)", sorted(path.stem for path in HERE.glob("study-*.json"))),
+    ):
+        rows = [row(name, name) for name in names]
+        if any(rows):
+            parts.append(f"## {title}\n\n{table(rows)}\n")
+    return "\n".join(parts)
+
+
+def replaced(text: str, content: str) -> str:
+    return re.sub(
+        r"(<!-- table: python results/splits/table.py -->\n).*?(<!-- end -->)",
+        lambda match: f"{match[1]}\n{content}\n\n{match[2]}",
+        text,
+        flags=re.DOTALL,
+    )
+
+
+def pages() -> dict[Path, str]:
+    """What the two pages should be."""
+    readme, own = ROOT / "README.md", HERE / "README.md"
+    everything = f"## Table 1 of the paper\n\n{main_table()}\n\n{other_tables()}".rstrip()
+    return {readme: replaced(readme.read_text(), main_table()), own: replaced(own.read_text(), everything)}
+
+
+if __name__ == "__main__":
+    for path, text in pages().items():
+        path.write_text(text)
