@@ -159,7 +159,7 @@ def test_micro_batches_are_one_step():
     sources = [(x.double(), y) for x, y in make_sources()]
     whole, parts = (Run(net=make_net().double(), sources=sources, accumulate=1) for _ in range(2))
     batch = whole.mixture.draw(whole.learner.sample(12))
-    actions = whole.learner._draws[0].actions
+    actions = whole.learner._sampler.waiting[0].actions
     for _ in range(3):
         x, y = batch
         loss = F.cross_entropy(whole.model(x), y)
@@ -171,7 +171,7 @@ def test_micro_batches_are_one_step():
         total = 0.0
         for part in (slice(0, 5), slice(5, 12)):
             parts.learner.sample(len(x[part]))
-            parts.learner._draws[-1].actions.copy_(actions[part])
+            parts.learner._sampler.waiting[-1].actions.copy_(actions[part])
             loss = F.cross_entropy(parts.model(x[part]), y[part], reduction="sum") / 12
             loss.backward()
             total += loss.detach()
@@ -227,7 +227,7 @@ def test_actions_are_known_by_their_values():
         run.learner.step(loss, actions.clone())
         run.optimizer.step()
         run.optimizer.zero_grad()
-    assert run.learner._draws == []
+    assert run.learner._sampler.waiting == []
 
 
 def test_interleaving_with_the_previous_gradient_never_pays_plain_steps():

@@ -10,9 +10,7 @@ g_t is the raw batch gradient: before clipping, weight decay and momentum. So a 
 first shows in what is sampled for step t+2.
 """
 
-import copy
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -20,18 +18,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from inloop.alignment import Direction, Recorder, Tape, gradients_of
-from inloop.alignment.batch_size import Structure, structure_of
+from inloop.alignment import Direction, Recorder, gradients_of
 from inloop.alignment.plan import LayerFilter
 from inloop.alignment.tape import Reduction, check_reduction
 from inloop.draws import Draw, DrawnStep
 from inloop.errors import UsageError, VerificationError
-from inloop.policies import Actions, Policy, same_actions
+from inloop.policies import Actions, Policy
 from inloop.randomness import default_generator
 from inloop.reinforce import Reinforce
 from inloop.report import StepReport, summarise_rewards
 from inloop.rewards import Normalisation, Reference, Reward, Step, as_reward, check_reference, held_out_reference
+from inloop.sampler import Sampler
 from inloop.step_checks import (
+    Verifier,
     as_number,
     gradient_norm,
     is_cleared,
@@ -98,8 +97,6 @@ class InLoop:
             )
         if start_after < 0:
             raise UsageError(f"start_after={start_after}: allowed are whole numbers from 0.")
-        if verify not in ("first", True, False):
-            raise UsageError(f"verify={verify!r}: allowed are 'first', True and False.")
         check_reduction(reduction)
         self.model = model
         self.policy = policy
@@ -110,8 +107,6 @@ class InLoop:
         self.start_after = start_after
         self.dry_run = dry_run
         self.reduction = reduction
-        self.verify = verify
-        self.generator = generator or default_generator("sampling of actions")
         self.callback = callback
         self.reinforce = Reinforce(
             policy,
@@ -121,12 +116,10 @@ class InLoop:
         )
         self.num_steps = 0
         self.num_dropped = 0
-        self._draws: list[Draw] = []
-        self._snapshot: Policy | None = None
-        self._snapshot_version = -1
+        self._sampler = Sampler(policy, generator or default_generator("sampling of actions"))
+        self._verifier = Verifier(verify)
         self._pending: DrawnStep | None = None
         self._previous: Reference | None = None
-        self._verified: Counter[Structure] = Counter()
         self._paid_since_saved = True
         self._collapsing = False
         self._paused = 0
@@ -149,10 +142,7 @@ class InLoop:
             plain: Draw the policy's neutral choices, for the plain steps of interleaving.
         """
         self._refuse_if_closed()
-        source = self.policy.neutral if plain else self.policy.sample
-        with torch.no_grad():
-            actions = source(n, self.generator)
-        return Draw(actions, self._current_policy(), self.reinforce.version, plain)
+        return self._sampler.draw(n, self.reinforce.version, plain)
 
     def use(self, draw: Draw) -> None:
         """The next (micro-)batch that is trained on is the one that was chosen by ``draw``."""
@@ -160,15 +150,15 @@ class InLoop:
         if self._was_abandoned():
             log.info("the passes since the last step left no gradient; what was sampled for them is forgotten")
             self.skip()
-        self._draws.append(draw)
+        self._sampler.waiting.append(draw)
         if draw.neutral:
             self._recorder.stop()  # never paid, so nothing to record
         elif self._recorder.tape is not None:
-            self._recorder.tape.batch = len(self._draws) - 1
+            self._recorder.tape.batch = len(self._sampler.waiting) - 1
 
     def skip(self) -> None:
         """Forget what was sampled and recorded since the last step, as if the batch had never been."""
-        self._begin_step(self._draws)
+        self._begin_step(self._sampler.waiting)
 
     def step(self, loss: Tensor | float, actions: Actions | None = None) -> StepReport:
         """Pay the step before with this step's gradient. Call it after ``backward``, before clipping and the optimizer.
@@ -185,7 +175,7 @@ class InLoop:
         self._refuse_if_closed()
         if self._paused:
             raise UsageError("learner.step was called inside learner.paused(). Fix: leave the block first.")
-        draws = self._take_draws(actions)
+        draws = self._sampler.take(actions, self.reinforce.version)
         try:
             report = self._step(as_number(loss), draws)
         except VerificationError as error:
@@ -193,7 +183,7 @@ class InLoop:
             raise VerificationError(f"{error} The learner has been closed.") from None
         except BaseException:
             self._drop_pending()
-            self._begin_step(self._draws)
+            self.skip()
             raise
         self._begin_step(draws)
         if self.callback is not None:
@@ -210,7 +200,8 @@ class InLoop:
             self._drop_pending()
             current.release()
             return self._report(lag, dropped=problem)
-        self._verify(current.step.tape, gradients)
+        if current.step.tape is not None:
+            self._verifier.check(current.step.tape, gradients)
         paid, reference = self._match(current, Reference(gradients, loss))
         if paid is None or paid.step.num_examples == 0:
             return self._report(lag)
@@ -258,7 +249,7 @@ class InLoop:
 
     def _begin_step(self, used: Sequence[Draw] = ()) -> None:
         """Record from here on; draws that were not used yet wait for their batch."""
-        self._draws = [draw for draw in self._draws if draw not in used]
+        self._sampler.forget(used)
         if self.reward.needs_tape:
             self._recorder.start(self.reduction)
 
@@ -280,37 +271,6 @@ class InLoop:
             refuse_other_batch_sizes(tape, draws)
         self._recorder.stop()
         return DrawnStep(Step(sum(draw.num_examples for draw in draws), tape), draws)
-
-    def _verify(self, tape: Tape | None, gradients: Direction) -> None:
-        if tape is None or self.verify is False:
-            return
-        kind = structure_of(tape.calls)
-        if self.verify is True or self._verified[kind] < 2:
-            tape.verify(gradients)
-            self._verified[kind] += 1
-
-    # ---------------------------------------------------------------- draws and snapshots
-
-    def _current_policy(self) -> Policy:
-        """A copy of the policy as it is now, shared by all draws until it moves."""
-        if self._snapshot is None or self._snapshot_version != self.reinforce.version:
-            self._snapshot, self._snapshot_version = copy.deepcopy(self.policy), self.reinforce.version
-        return self._snapshot
-
-    def _take_draws(self, actions: Actions | None) -> list[Draw]:
-        if actions is None:
-            if not self._draws:
-                raise UsageError(
-                    "learner.step was called without actions. Fix: call learner.sample(n) before the forward pass of each step, or "
-                    "pass step(loss, actions=...)."
-                )
-            return list(self._draws)
-        known = next((draw for draw in self._draws if same_actions(draw.actions, actions)), None)
-        if known is not None:
-            return [known]
-        with torch.no_grad():
-            self.policy.log_prob(actions)  # refuses what is no action of this policy
-        return [Draw(actions, self._current_policy(), self.reinforce.version)]
 
     def _drop_pending(self) -> None:
         if self._pending is not None:
@@ -335,7 +295,7 @@ class InLoop:
         self._closed = True
         self._recorder.remove()
         self._drop_pending()
-        self._draws = []
+        self._sampler.waiting = []
 
     def __enter__(self) -> "InLoop":
         return self
@@ -365,10 +325,10 @@ class InLoop:
         return {
             "policy": {name: value.clone() for name, value in self.policy.state_dict().items()},
             "reinforce": self.reinforce.state_dict(),
-            "generator": self.generator.get_state(),
+            "generator": self._sampler.generator.get_state(),
             "num_steps": self.num_steps,
             "num_dropped": self.num_dropped,
-            "draws": [draw.state_dict() for draw in self._draws],
+            "draws": [draw.state_dict() for draw in self._sampler.waiting],
             "previous": None if self._previous is None else self._previous.state_dict(),
             "pending": None if self._pending is None else self._pending.state_dict(),
         }
@@ -385,11 +345,10 @@ class InLoop:
         pending = None if saved is None else DrawnStep.restored(self.policy, self._recorder.plan, saved)
         self.policy.load_state_dict(state["policy"])
         self.reinforce.load_state_dict(state["reinforce"])
-        self.generator.set_state(state["generator"])
+        self._sampler.generator.set_state(state["generator"])
         self.num_steps, self.num_dropped = state["num_steps"], state["num_dropped"]
         self._previous = None if state["previous"] is None else Reference(**state["previous"])
-        self._snapshot = None
         self._drop_pending()
         self._pending = pending
-        self._begin_step(self._draws)
-        self._draws = draws
+        self.skip()
+        self._sampler.restore(draws)

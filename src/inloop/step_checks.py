@@ -1,14 +1,16 @@
 """What must hold of a training step before it can be paid or pay for another."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from inloop.alignment import Direction, Tape
-from inloop.alignment.batch_size import batch_sizes
+from inloop.alignment.batch_size import Structure, batch_sizes, structure_of
 from inloop.draws import Draw
 from inloop.errors import BatchSizeError, UsageError
 
@@ -70,6 +72,29 @@ def refuse_other_batch_sizes(tape: Tape, draws: Sequence[Draw]) -> None:
             "actions that were sampled ahead, say which are used: learner.step(loss, actions=...); after a batch that was given "
             "up, call learner.skip()."
         )
+
+
+class Verifier:
+    """Checks that the recorded examples of a step account for its gradients.
+
+    Args:
+        when: True for every step, False for none, "first" for the first two times that a kind of step is seen: the second shows
+            gradients that were not cleared, and another kind of step may hide a pass that does not belong to it.
+    """
+
+    def __init__(self, when: bool | Literal["first"]) -> None:
+        if when not in ("first", True, False):
+            raise UsageError(f"verify={when!r}: allowed are 'first', True and False.")
+        self.when = when
+        self._seen: Counter[Structure] = Counter()
+
+    def check(self, tape: Tape, gradients: Direction) -> None:
+        if self.when is False:
+            return
+        kind = structure_of(tape.calls)
+        if self.when is True or self._seen[kind] < 2:
+            tape.verify(gradients)
+            self._seen[kind] += 1
 
 
 def what_is_not_finite(loss: float, gradients: Direction, norm: float) -> str | None:

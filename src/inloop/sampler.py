@@ -1,0 +1,59 @@
+"""Draws actions, each with a copy of the policy that drew them, and keeps them until their step."""
+
+import copy
+from collections.abc import Sequence
+
+import torch
+
+from inloop.draws import Draw
+from inloop.errors import UsageError
+from inloop.policies import Actions, Policy, same_actions
+
+
+class Sampler:
+    """A policy, a generator, and the draws that wait for their step.
+
+    A *version* counts the policy's updates: draws of one version share one copy of the policy.
+    """
+
+    def __init__(self, policy: Policy, generator: torch.Generator) -> None:
+        self.policy = policy
+        self.generator = generator
+        self.waiting: list[Draw] = []
+        self._copy: Policy | None = None
+        self._version = -1
+
+    def draw(self, n: int, version: int, plain: bool) -> Draw:
+        source = self.policy.neutral if plain else self.policy.sample
+        with torch.no_grad():
+            actions = source(n, self.generator)
+        return Draw(actions, self._copy_of(version), version, plain)
+
+    def take(self, actions: Actions | None, version: int) -> list[Draw]:
+        """The draws of a step: all that wait, or the one of these actions, or a new one if they were drawn elsewhere."""
+        if actions is None:
+            if not self.waiting:
+                raise UsageError(
+                    "learner.step was called without actions. Fix: call learner.sample(n) before the forward pass of each step, or "
+                    "pass step(loss, actions=...)."
+                )
+            return list(self.waiting)
+        known = next((draw for draw in self.waiting if same_actions(draw.actions, actions)), None)
+        if known is not None:
+            return [known]
+        with torch.no_grad():
+            self.policy.log_prob(actions)  # refuses what is no action of this policy
+        return [Draw(actions, self._copy_of(version), version)]
+
+    def forget(self, draws: Sequence[Draw]) -> None:
+        self.waiting = [draw for draw in self.waiting if draw not in draws]
+
+    def restore(self, waiting: list[Draw]) -> None:
+        """After loading a state: these draws wait, and the policy is another than the copy."""
+        self.waiting = waiting
+        self._copy = None
+
+    def _copy_of(self, version: int) -> Policy:
+        if self._copy is None or self._version != version:
+            self._copy, self._version = copy.deepcopy(self.policy), version
+        return self._copy
