@@ -8,7 +8,7 @@ import torch
 from inloop.errors import UsageError
 from inloop.policies.policy import RewardSummary, summarise_by_choice
 from inloop.report import StepReport, effective_number, is_collapsing
-from inloop.verdict import RewardStatistics
+from inloop.verdict import RewardStatistics, t_quantile
 
 
 def report(rewards_N, source_N, num_sources, probabilities=None):
@@ -51,10 +51,33 @@ def test_two_bad_sources_are_both_named():
     assert statistics_of([0.0, -0.4, -0.4, 0.0, 0.0]).bad_sources() == [1, 2]
 
 
-def test_equal_sources_are_rarely_called_bad():
+@pytest.mark.parametrize(("steps", "num_sources"), [(3, 10), (6, 10), (10, 10), (60, 10), (10, 40)])
+def test_equal_sources_are_rarely_called_bad(steps, num_sources):
     """At level 0.95 at most one run in twenty names any; here 100 runs, and a least effect of zero."""
-    runs = [statistics_of([0.0] * 10, steps=60, seed=seed, least_effect=0.0) for seed in range(100)]
-    assert sum(bool(run.bad_sources()) for run in runs) <= 8
+    runs = [statistics_of([0.0] * num_sources, steps=steps, seed=seed, least_effect=0.0) for seed in range(100)]
+    assert sum(bool(run.bad_sources()) for run in runs) <= 10
+
+
+def test_nothing_is_said_of_a_source_that_was_hardly_seen():
+    """A source that the policy has starved must not be called bad for one example."""
+    statistics = statistics_of([0.0, 0.0], steps=50)
+    few = RewardStatistics(3)
+    few.load_state_dict(
+        {"num_steps": 50, "sums": torch.cat([statistics.state_dict()["sums"], torch.zeros(5, 1)], dim=1)}
+    )
+    few.add(report(torch.tensor([0.0, 0.1, -9.0, 0.2]), torch.tensor([0, 1, 2, 0]), 3))
+    verdict = few.verdicts()[2]
+    assert verdict.examples == 1
+    assert verdict.advantage < -1
+    assert math.isnan(verdict.high)
+    assert not verdict.bad
+
+
+@pytest.mark.parametrize(
+    ("probability", "degrees", "exact"), [(0.975, 4, 2.776), (0.9975, 4, 5.598), (0.9975, 30, 3.030)]
+)
+def test_quantiles_of_t(probability, degrees, exact):
+    assert t_quantile(probability, degrees) == pytest.approx(exact, rel=0.03)
 
 
 def test_a_difference_that_is_certain_but_tiny_is_none():
@@ -74,10 +97,11 @@ def test_the_running_sums_give_the_obvious_weighted_mean_and_error():
         parts.append((int((source_N == 0).sum()), float((mean_0 - mean_1) / rewards_N.std())))
     n_T, d_T = torch.tensor(parts, dtype=torch.float64).T
     mean = (n_T * d_T).sum() / n_T.sum()
-    error = ((n_T * (d_T - mean)) ** 2).sum().sqrt() / n_T.sum()
+    steps = n_T.sum() ** 2 / n_T.square().sum()
+    error = ((n_T * (d_T - mean)) ** 2).sum().sqrt() / n_T.sum() * (steps / (steps - 1)).sqrt()
     verdict = statistics.verdicts()[0]
     assert verdict.advantage == pytest.approx(float(mean))
-    assert verdict.high - verdict.advantage == pytest.approx(2.2414 * float(error), rel=1e-3)  # z(1 - 0.05 / 2 / 2)
+    assert verdict.high - verdict.advantage == pytest.approx(t_quantile(0.9875, float(steps) - 1) * float(error))
 
 
 def test_steps_that_say_nothing_are_passed_over():
@@ -104,6 +128,7 @@ def test_collapse():
     assert effective_number([1.0, 0.0, 0.0]) == 1
     assert not is_collapsing([0.0, *[1 / 9] * 9])  # one source dropped
     assert is_collapsing([0.7, 0.2, *[0.1 / 8] * 8])
+    assert not is_collapsing([0.02, 0.98])  # of two, one may deserve everything
 
 
 def test_the_learner_warns_once_when_its_policy_collapses(caplog):

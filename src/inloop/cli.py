@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
+from inloop import __version__
 from inloop.errors import InloopError, UsageError
 
 
@@ -25,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"inloop: {error}", file=sys.stderr)
         return 2
-    except InloopError as error:
+    except (InloopError, OSError) as error:
         print(f"inloop: {error}", file=sys.stderr)
         return 1
     return code
@@ -33,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="inloop", description="Learn the data distribution while the model trains.")
+    parser.add_argument("--version", action="version", version=f"inloop {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     run = commands.add_parser("run", help="run an experiment").add_subparsers(required=True, metavar="EXPERIMENT")
     _add_splits(run)
@@ -74,7 +76,7 @@ def _add_splits(experiments: "argparse._SubParsersAction[argparse.ArgumentParser
 def _run_splits(options: argparse.Namespace) -> int:
     from inloop.lab.datasets import load_data
     from inloop.lab.display import SplitDisplay, print_splits
-    from inloop.lab.noise import NOISY_SPLIT
+    from inloop.lab.noise import NOISY_SPLIT, check_splits
     from inloop.lab.run_folder import RunFolder
     from inloop.lab.split_settings import with_defaults
     from inloop.lab.splits import run_seed
@@ -94,15 +96,16 @@ def _run_splits(options: argparse.Namespace) -> int:
         "accumulate",
         "layers",
     )
-    settings = with_defaults(options.data, **{name: getattr(options, name) for name in names})
     data = load_data(options.data)
+    settings = with_defaults(options.data, len(data.train_x), **{name: getattr(options, name) for name in names})
+    check_splits(data, settings.sources, settings.noise)
     out = options.out or Path("runs") / settings.folder_name()
-    folder = RunFolder(out, "splits", settings.as_dict(), options.restart)
+    folder = RunFolder(out, "splits", settings.as_dict() | {"data_digest": data.digest()}, options.restart)
     noisy = None if settings.noise == "none" else NOISY_SPLIT
     with SplitDisplay(f"{settings.network} {settings.reward}", options.seeds, settings.epochs, noisy) as display:
         results = [run_seed(settings, data, seed, folder.seed(seed), display.show) for seed in range(options.seeds)]
     if options.json:
-        print(json.dumps(summarise_seeds(results)))
+        print(json.dumps(summarise_seeds(results), allow_nan=False))
     else:
         print_splits(results, settings, out)
     return 0

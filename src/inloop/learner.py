@@ -156,6 +156,11 @@ class InLoop:
         elif self._recorder.tape is not None:
             self._recorder.tape.batch = len(self._sampler.waiting) - 1
 
+    @property
+    def num_waiting(self) -> int:
+        """How many draws were announced by ``sample`` or ``use`` and have not been used by a step yet."""
+        return len(self._sampler.waiting)
+
     def skip(self) -> None:
         """Forget what was sampled and recorded since the last step, as if the batch had never been."""
         self._begin_step(self._sampler.waiting)

@@ -55,8 +55,11 @@ def effective_number(probabilities: Sequence[float]) -> float:
 
 
 def is_collapsing(probabilities: Sequence[float]) -> bool:
-    """Whether a few choices have nearly everything: less than a third of the way from one choice to all of them."""
-    return effective_number(probabilities) < 1 + (len(probabilities) - 1) / 3
+    """Whether a few choices have nearly everything: less than a third of the way from one choice to all.
+
+    Of two choices one may well deserve everything; that is no collapse.
+    """
+    return len(probabilities) > 2 and effective_number(probabilities) < 1 + (len(probabilities) - 1) / 3
 
 
 def summarise_rewards(policy: Policy, draws: Sequence[Draw], rewards_N: Tensor) -> dict[str, Any]:

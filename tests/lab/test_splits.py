@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,7 +20,7 @@ from inloop.lab.digits import digits
 from inloop.lab.networks import NETWORKS, make_network
 from inloop.lab.run_folder import RunFolder, RunFolderError, write_atomically
 from inloop.lab.split_settings import SplitSettings, with_defaults
-from inloop.lab.splits import areas, run_seed
+from inloop.lab.splits import areas, hold_out, run_seed
 from inloop.lab.summary import mean_and_interval, show_interval
 
 QUICK = {"epochs": 4, "batch": 250}
@@ -75,6 +76,19 @@ def test_without_noise_none_is_named(data):
     results = [run_seed(with_defaults("digits", noise="none", epochs=30), data, seed) for seed in range(3)]
     assert [result["named"] for result in results] == [[], [], []]
     assert all(result["noisy_area"] is None for result in results)
+
+
+def test_a_held_out_reference_is_in_no_split_and_favours_none(data):
+    (held_x, _), rest = hold_out(data, 250)
+    assert len(held_x) + len(rest.train_x) == len(data.train_x)
+    # Against one small fixed set, equal splits do differ a little; a noisy one differs much more.
+    equal, noisy = (
+        run_seed(with_defaults("digits", noise=noise, reference="heldout", epochs=25), data, 0)
+        for noise in ("none", "labels")
+    )
+    assert max(abs(source["advantage"]) for source in equal["sources"]) < 0.3
+    assert noisy["sources"][0]["advantage"] < -1
+    assert noisy["named"] == [0]
 
 
 def test_baselines(data):
@@ -168,6 +182,46 @@ def test_ctrl_c_exits_with_130(tmp_path, monkeypatch, capsys):
     assert "the same command continues" in capsys.readouterr().err
 
 
+def test_a_disk_that_fills_up_while_a_checkpoint_is_written(tmp_path):
+    """A real limit on the size of files, in a process of its own: torch.save fails half-way."""
+    script = """
+import resource, signal, sys, torch
+from pathlib import Path
+from inloop.lab.run_folder import RunFolder, RunFolderError
+folder = RunFolder(Path(sys.argv[1]), "splits", {}).seed(0)
+folder.save({"x": torch.zeros(10)}, [])
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+try:
+    folder.save({"x": torch.zeros(100_000)}, [])
+except RunFolderError as error:
+    print(error)
+print(folder.load()[0]["x"].shape, sorted(p.name for p in folder.path.iterdir()))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "run")], capture_output=True, text=True, check=True
+    )
+    assert "checkpoint.pt could not be written" in done.stdout
+    assert "torch.Size([10]) ['checkpoint.pt', 'epochs.jsonl']" in done.stdout
+
+
+def test_restart_removes_only_what_a_run_wrote(tmp_path, data):
+    settings = quick(epochs=1).as_dict()
+    outer = RunFolder(tmp_path / "run", "splits", settings)
+    run_seed(quick(epochs=1), data, 0, outer.seed(0))
+    (tmp_path / "run" / "notes.txt").write_text("keep me")
+    RunFolder(tmp_path / "run" / "inner", "splits", settings)
+    RunFolder(tmp_path / "run", "splits", settings, restart=True)
+    assert (tmp_path / "run" / "notes.txt").exists()
+    assert (tmp_path / "run" / "inner" / "settings.json").exists()
+    assert not (tmp_path / "run" / "seed-0" / "result.json").exists()
+    (tmp_path / "empty").mkdir()
+    RunFolder(tmp_path / "empty", "splits", settings, restart=True)
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "killed" / "settings.json.new").write_text("{")  # killed at its very first write
+    RunFolder(tmp_path / "killed", "splits", settings)
+
+
 def test_a_full_disk_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     path = tmp_path / "checkpoint.pt"
     write_atomically(path, lambda file: file.write(b"old"))
@@ -248,6 +302,41 @@ def test_bad_input_gets_one_clear_line_and_its_exit_code(arguments, code, messag
     assert out == ""
 
 
+def test_json_has_no_nan_and_paths_no_markup(tmp_path, capsys):
+    arguments = ["run", "splits", "--batch", "1500", "--epochs", "1", "--seeds", "1"]
+    code, printed, _ = run_cli(capsys, *arguments, "--out", str(tmp_path / "a[/b]"), "--json")
+    assert code == 0
+    assert "NaN" not in printed
+    assert json.loads(printed)["results"][0]["sources"][0]["advantage"] is None  # there was no paid step
+    code, printed, _ = run_cli(capsys, *arguments, "--out", str(tmp_path / "a[/b]"))
+    assert code == 0
+    assert "a[/b]" in printed
+    (tmp_path / "file").write_text("")
+    assert run_cli(capsys, *arguments, "--out", str(tmp_path / "file"))[0] == 1
+    assert run_cli(capsys, "report", str(tmp_path / "a[/b]"))[0] == 0
+
+
+def test_other_data_under_the_same_name_is_another_run(tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    arguments = [
+        "run",
+        "splits",
+        "--data",
+        str(tmp_path / "d.npz"),
+        "--epochs",
+        "1",
+        "--seeds",
+        "1",
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    for expected in (0, 1):
+        np.savez(tmp_path / "d.npz", x=rng.integers(0, 256, (200, 6, 6), dtype=np.uint8), y=rng.integers(0, 3, 200))
+        code, _, error = run_cli(capsys, *arguments)
+        assert code == expected
+    assert "data_digest" in error
+
+
 def test_wrong_options_exit_with_2():
     with pytest.raises(SystemExit) as error:
         cli.main(["run", "splits", "--network", "vgg"])
@@ -274,6 +363,19 @@ def test_the_report_is_one_page_with_everything_escaped(tmp_path, capsys):
     assert {p.name for p in runs.glob("report-*")} == {"report-1-fc-bn.svg", "report-1-fc-bn.png"}
     for part in ("Which source hurts", "noisy split", "oracle", "0 (noisy)", "effective epochs"):
         assert part in page
+
+
+def test_the_report_passes_over_what_is_no_run(tmp_path, capsys):
+    arguments = ["--epochs", "2", "--seeds", "1", "--json", "--out"]
+    for accumulate in ("1", "10"):
+        run_cli(capsys, "run", "splits", "--accumulate", accumulate, *arguments, str(tmp_path / accumulate))
+    (tmp_path / ".vscode").mkdir()
+    (tmp_path / ".vscode" / "settings.json").write_text("// no JSON")
+    (tmp_path / "1" / "seed-0 copy").mkdir()
+    (tmp_path / "1" / "seed-0 copy" / "result.json").write_text("{}")
+    assert run_cli(capsys, "report", str(tmp_path))[0] == 0
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<h2>") == 2  # runs that differ in more than network and reward are apart
 
 
 def test_a_report_on_nothing_is_refused(tmp_path, capsys):

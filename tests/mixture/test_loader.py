@@ -126,9 +126,12 @@ def test_a_continued_run_equals_the_uninterrupted_one_with_workers_and_prefetch(
     assert continued.learner.policy.scores.abs().max() > 0
 
 
-def test_what_is_on_order_when_the_loop_is_left_comes_first_in_the_next():
-    whole = Training(SOURCES["datasets"](), num_steps=8, num_workers=2).run()
-    in_two = Training(SOURCES["datasets"](), num_steps=8, num_workers=2).run(stop_after=3).run()
+@pytest.mark.parametrize("kind", ["datasets", "streams"])
+def test_what_is_on_order_when_the_loop_is_left_comes_first_in_the_next(kind):
+    whole = Training(SOURCES[kind](), num_steps=8, num_workers=2).run()
+    in_two = Training(SOURCES[kind](), num_steps=8, num_workers=2).run(stop_after=3)
+    assert in_two.mixture.drawn_K.sum() == 3 * 16  # what is on order is not counted as used
+    in_two.run()
     assert len(in_two.batches) == 8
     for (_, x), (_, other) in zip(whole.batches, in_two.batches, strict=True):
         assert torch.equal(x, other)
@@ -137,6 +140,29 @@ def test_what_is_on_order_when_the_loop_is_left_comes_first_in_the_next():
 def test_interleaving_through_the_loader():
     training = Training(SOURCES["datasets"](), num_steps=8, num_workers=2, interleave=True).run()
     assert [report.paid for report in training.reports] == [False, True] * 4
+
+
+class Augmented(Rows):
+    def __getitem__(self, index):
+        return self.x[index] + 0.01 * torch.rand(()), int(self.y[index])
+
+
+def test_random_transforms_in_workers_follow_the_seed_and_do_not_repeat():
+    def first_batch(seed, skip=0):
+        training = Training([Augmented(*s) for s in make_sources(2, size=1)], seed=seed, num_steps=9, num_workers=1)
+        training.run(stop_after=skip) if skip else None
+        return training.run(stop_after=1).batches[-1][1]
+
+    assert torch.equal(first_batch(0), first_batch(0))
+    assert not torch.equal(first_batch(0).sort(dim=0).values, first_batch(1).sort(dim=0).values)
+    assert not torch.equal(first_batch(0).sort(dim=0).values, first_batch(0, skip=2).sort(dim=0).values)
+
+
+def test_saving_between_a_batch_and_its_step_is_refused():
+    training = Training(SOURCES["datasets"](), num_steps=4)
+    next(iter(training.loader))
+    with pytest.raises(UsageError, match=r"save after learner.step"):
+        training.loader.state_dict()
 
 
 def test_the_loader_does_not_touch_torchs_own_generator():

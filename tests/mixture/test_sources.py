@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 from inloop import Mixture
 from inloop.errors import UsageError
@@ -80,6 +80,42 @@ def test_a_continued_stream_goes_on_where_it_was():
     continued = Mixture([Stream(5), Stream(3, start=0)])
     continued.load_state_dict(state)
     assert continued.draw(torch.tensor([0, 1, 0, 0])).tolist() == expected
+
+
+def test_passes_follow_the_generator_that_was_given():
+    def order(torch_seed, generator_seed):
+        torch.manual_seed(torch_seed)
+        generator = torch.Generator().manual_seed(generator_seed)
+        return (
+            Mixture([numbered(0, 9), numbered(0, 9)], selection="passes", generator=generator)
+            .draw(all_of(0, 9))[0]
+            .tolist()
+        )
+
+    assert order(0, 1) == order(5, 1)
+    assert order(0, 1) != order(0, 2)
+
+
+class Transforming(TensorDataset):
+    def __getitem__(self, index):
+        return (super().__getitem__(index)[0] * 0 - 1,)
+
+
+def test_what_a_dataset_or_a_collate_does_is_not_passed_by():
+    (drawn,) = Mixture([Transforming(torch.arange(5)), Transforming(torch.arange(5))]).draw(torch.tensor([0, 1]))
+    assert drawn.tolist() == [-1, -1]
+    assert Mixture([numbered(0, 3), numbered(0, 3)], collate=len).draw(torch.tensor([0, 1, 1])) == 3
+    tokens = [[1, 2, 3], [4, 5]]
+    assert (
+        Mixture([tokens, tokens], collate=list).draw(torch.tensor([0]))[0] in tokens
+    )  # as they are, for one's own collate
+
+
+def test_what_can_be_read_only_once_or_read_in_two_ways_is_refused():
+    with pytest.raises(UsageError, match="Source 0 is a range_iterator, which can be read only once"):
+        Mixture([iter(range(5)), [1, 2]])
+    with pytest.raises(UsageError, match="Source 1 is a list of tensors, which may mean columns or examples"):
+        Mixture([numbered(0, 3), [torch.zeros(2), torch.zeros(2)]])
 
 
 def test_an_unknown_selection_is_named():

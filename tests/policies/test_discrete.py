@@ -180,3 +180,22 @@ def test_shares_keep_their_limits_and_add_up():
 def test_bad_limits_are_named(arguments, message):
     with pytest.raises(UsageError, match=message):
         MixturePolicy(4, **arguments)
+
+
+@pytest.mark.parametrize("form", ["inverted", "softmax"])
+def test_a_source_at_its_ceiling_can_come_down_by_its_own_rewards(form):
+    policy = MixturePolicy(4, form=form, ceiling=[0.2, 1.0, 1.0, 1.0])
+    torch.testing.assert_close(policy.probabilities()[0], torch.tensor(0.2))
+    (gradient,) = torch.autograd.grad(policy.log_prob(torch.tensor([0])).sum(), [policy.scores])
+    assert gradient.abs().max() > 0.1
+
+
+def test_limits_stay_finite_at_extreme_scores():
+    policy = MixturePolicy(3, form="softmax", floor=[0.1, 0.0, 0.0], ceiling=0.9)
+    for scores in ([0.0, 0.0, -120.0], [120.0, 0.0, 0.0], [-120.0, 120.0, -120.0]):
+        with torch.no_grad():
+            policy.scores.copy_(torch.tensor(scores))
+        (gradient,) = torch.autograd.grad(policy.log_prob(torch.tensor([0, 1])).sum(), [policy.scores])
+        assert gradient.isfinite().all()
+        torch.testing.assert_close(policy.probabilities().sum(), torch.tensor(1.0))
+    torch.testing.assert_close(MixturePolicy(10, ceiling=0.1 + 1e-9).probabilities(), torch.full((10,), 0.1))

@@ -8,6 +8,8 @@ import io
 import os
 import pickle
 import tarfile
+import tempfile
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,8 +83,10 @@ def load_cifar(layout: CifarLayout, folder: Path | None = None) -> ImageData:
     if (folder / layout.pickled_folder).is_dir():
         return _assemble(layout, folder, *_read_pickled(layout, folder / layout.pickled_folder))
     archive = download(layout.url, folder / layout.url.rpartition("/")[2], layout.md5)
-    with tarfile.open(archive) as packed:
-        packed.extractall(folder, filter="data")
+    with tempfile.TemporaryDirectory(dir=folder) as unpacked:  # in place only when whole
+        with tarfile.open(archive) as packed:
+            packed.extractall(unpacked, filter="data")
+        (Path(unpacked) / layout.binary_folder).rename(folder / layout.binary_folder)
     return _assemble(layout, folder, *_read_binary(layout, folder / layout.binary_folder))
 
 
@@ -90,12 +94,20 @@ Part = tuple[Tensor, Tensor]
 
 
 def _assemble(layout: CifarLayout, folder: Path, train: Part, test: Part) -> ImageData:
-    human = folder / "cifar-10n" / "labels.npz"
-    labels = None
-    if layout is CIFAR10 and human.is_file():
-        with np.load(human) as arrays:
+    return ImageData(layout.name, *train, *test, layout.num_classes, _human_labels(layout, folder, len(train[1])))
+
+
+def _human_labels(layout: CifarLayout, folder: Path, num_examples: int) -> Tensor | None:
+    """CIFAR-10N's labels of the worst annotators, if they are there and fit; most runs have no use for them."""
+    path = folder / "cifar-10n" / "labels.npz"
+    if layout is not CIFAR10 or not path.is_file():
+        return None
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
             labels = torch.from_numpy(arrays["worse_label"]).long()
-    return ImageData(layout.name, *train, *test, layout.num_classes, labels)
+    except (ValueError, OSError, KeyError, zipfile.BadZipFile):
+        return None
+    return labels if len(labels) == num_examples and 0 <= int(labels.min()) <= int(labels.max()) < 10 else None
 
 
 def _read_binary(layout: CifarLayout, folder: Path) -> tuple[Part, Part]:
@@ -144,9 +156,14 @@ def _read_pickled(layout: CifarLayout, folder: Path) -> tuple[Part, Part]:
         images, labels = [], []
         for name in names:
             content = _unpickle(folder / name)
-            images.append(torch.from_numpy(np.asarray(content[b"data"], dtype=np.uint8)).reshape(-1, 3, 32, 32))
-            labels.append(torch.tensor(content[layout.pickled_labels]))
-        return torch.cat(images), torch.cat(labels).long()
+            pixels, found = content.get(b"data"), content.get(layout.pickled_labels)
+            if not isinstance(pixels, np.ndarray) or not isinstance(found, list) or pixels.shape != (len(found), 3072):
+                raise DataError(
+                    f"{folder / name} is no batch of {layout.name}: it needs an array of [N, 3072] and N labels."
+                )
+            images.append(torch.from_numpy(pixels.astype(np.uint8)).reshape(-1, 3, 32, 32))
+            labels.append(torch.tensor(found).long())
+        return torch.cat(images), torch.cat(labels)
 
     return part(layout.pickled_train), part((layout.pickled_test,))
 

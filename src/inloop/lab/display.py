@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -33,7 +34,6 @@ class SplitDisplay:
         )
         self.task = self.progress.add_task(title, total=num_seeds * epochs)
         self.epochs = epochs
-        self.first_seed: int | None = None
         self.live = Live(self.progress, console=self.console, transient=True, refresh_per_second=8)
 
     def __enter__(self) -> "SplitDisplay":
@@ -47,10 +47,9 @@ class SplitDisplay:
         self.live.stop()
 
     def show(self, now: SeedProgress) -> None:
-        if self.first_seed is None:
-            self.first_seed = now.seed
-        done = (now.seed - self.first_seed) * self.epochs + now.epoch
-        self.progress.update(self.task, completed=done)
+        self.progress.update(self.task, completed=now.seed * self.epochs + now.epoch)
+        if not self.console.is_terminal and now.epoch == self.epochs:
+            self.console.print(f"seed {now.seed}: {self.epochs} epochs done, loss {now.loss:.3f}")
         self.live.update(Group(self.progress, self._shares(now)))
 
     def _shares(self, now: SeedProgress) -> Table:
@@ -66,7 +65,9 @@ class SplitDisplay:
 def print_splits(results: Sequence[dict[str, Any]], settings: SplitSettings, out: Path) -> None:
     """The run's row of Table 1, which source hurts, and where the rest is."""
     console = Console()
-    table = Table(title=f"{settings.data}, noise: {settings.noise}, {len(results)} seed(s), mean ± 95% interval")
+    table = Table(
+        title=f"{escape(settings.data)}, noise: {settings.noise}, {len(results)} seed(s), mean ± 95% interval"
+    )
     uniform = (settings.sources - 1) / settings.sources
     for column in ("network", "reward", f"noisy split (uniform {uniform:.2f})", "other splits", "test accuracy"):
         table.add_column(column, justify="left" if column in ("network", "reward") else "right")
@@ -86,4 +87,4 @@ def print_splits(results: Sequence[dict[str, Any]], settings: SplitSettings, out
                 console.print(f"source {source} is called bad, by its rewards, in {times} of {len(results)} seed(s)")
         else:
             console.print("no source is called bad by its rewards")
-    console.print(f"run: {out}", soft_wrap=True, highlight=False)
+    console.print(f"run: {out}", soft_wrap=True, highlight=False, markup=False)

@@ -1,6 +1,7 @@
 """Downloads that can be interrupted: continued where they stopped, checked by md5, and in place only when whole."""
 
 import hashlib
+import http.client
 import shutil
 import sys
 import urllib.error
@@ -16,16 +17,16 @@ def download(url: str, target: Path, md5: str) -> Path:
     """Fetch ``url`` to ``target``; a part that an earlier attempt left is continued.
 
     Raises:
-        DataError: If it cannot be fetched or is not what it should be. What was fetched of the right size but with a wrong
-            checksum is removed.
+        DataError: If it cannot be fetched or is not what it should be. What is whole but has a wrong checksum is removed; what is
+            not whole stays, to be continued.
     """
     if target.is_file() and _md5(target) == md5:
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(target.name + ".part")
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
         _fetch(url, part)
-    except (urllib.error.URLError, OSError) as error:
+    except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
         raise DataError(
             f"{url} could not be downloaded ({error}). What there is of it will be continued by the same command. Or put the "
             f"files into {target.parent} yourself, or name the folder that has them with INLOOP_DATA."
@@ -56,6 +57,8 @@ def _fetch(url: str, part: Path) -> None:
                 file.write(block)
                 have += len(block)
                 _show(url, have, total)
+    if have < total:
+        raise OSError(f"the connection ended after {have} of {total} bytes")
 
 
 def _show(url: str, have: int, total: int) -> None:

@@ -1,5 +1,6 @@
 """Labelled images in memory, whichever data set they come from. Axes: N images, C channels, H x W pixels."""
 
+import hashlib
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,14 @@ class ImageData:
     test_y: Tensor
     num_classes: int
     human_labels: Tensor | None = None
+
+    def digest(self) -> str:
+        """A short name for the training data, to notice that a run is continued on other data."""
+        sample = self.train_x[:: max(1, len(self.train_x) // 500)]
+        content = hashlib.sha256(f"{tuple(self.train_x.shape)}".encode())
+        for part in (self.train_y, sample):
+            content.update(part.contiguous().numpy().tobytes())
+        return content.hexdigest()[:16]
 
 
 def to_input(images: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 from inloop.lab.figures import as_svg, figure_2
 from inloop.lab.run_folder import write_atomically
 from inloop.lab.split_runs import SplitRun, experiments, read_runs
+from inloop.lab.split_settings import with_defaults
 from inloop.lab.summary import mean_and_interval, show_interval
 from inloop.report import effective_number, is_collapsing
 
@@ -95,8 +96,8 @@ def _table_1(runs: Sequence[SplitRun]) -> str:
 
 def _papers_numbers(run: SplitRun) -> tuple[float, float] | None:
     s = run.settings
-    same = s["data"] == "cifar10" and s["noise"] == "labels" and s["sources"] == 10
-    return PAPER.get((s["network"], s["reward"])) if same else None
+    papers = with_defaults("cifar10", network=s["network"], reward=s["reward"]).as_dict()
+    return PAPER.get((s["network"], s["reward"])) if all(s[name] == value for name, value in papers.items()) else None
 
 
 def _sources(run: SplitRun) -> str:
@@ -107,20 +108,22 @@ def _sources(run: SplitRun) -> str:
         last = [result["epochs"][-1]["probabilities"][source] for result in run.results]
         seen = [result["effective_epochs"][source] for result in run.results]
         verdict = f'<span class="bad">bad in {times} of {len(of_seeds)}</span>' if times else ""
+        advantages = [verdict["advantage"] for verdict in of_seeds if verdict["advantage"] is not None]
+        half_widths = [(v["high"] - v["low"]) / 2 for v in of_seeds if v["low"] is not None]
         rows.append(
             [
                 f"{source}{' (noisy)' if source == run.noisy else ''}",
                 _show(mean_and_interval(last)),
-                _show(mean_and_interval([verdict["advantage"] for verdict in of_seeds])),
-                f"{sum(v['low'] for v in of_seeds) / len(of_seeds):.3f} to {sum(v['high'] for v in of_seeds) / len(of_seeds):.3f}",
-                f"{sum(seen) / len(seen):.1f}",
+                _show(mean_and_interval(advantages)) if advantages else "",
+                f"± {sum(half_widths) / len(half_widths):.3f}" if half_widths else "",
+                "" if None in seen else f"{sum(seen) / len(seen):.1f}",
                 verdict,
             ]
         )
-    head = ["source", "share, last epoch", "advantage", "interval within a seed", "effective epochs", "verdict"]
+    head = ["source", "share, last epoch", "advantage", "within a seed, typically", "effective epochs", "verdict"]
     note = (
         "Advantage: how much higher the source's examples were rewarded than all others, in standard deviations of a step's "
-        "rewards. A source is called bad if its whole interval, corrected for the number of sources, is below -0.02."
+        "rewards; ± over seeds, and the half width of a single seed's own interval. A source is called bad if its whole interval, corrected for the number of sources, is below -0.02."
     )
     return f"<h3>Which source hurts ({escape(run.name)})</h3>" + _html_table(head, rows) + f'<p class="note">{note}</p>'
 

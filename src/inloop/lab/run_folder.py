@@ -8,7 +8,7 @@ seed-0/result.json     only when the seed is finished
 
 import json
 import os
-import shutil
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -28,19 +28,28 @@ class RunFolder:
     def __init__(self, path: Path, kind: str, settings: dict[str, Any], restart: bool = False) -> None:
         self.path = path
         described = {"experiment": kind, **settings}
-        if restart and path.exists():
-            self._refuse_foreign(described, same_settings=False)
-            shutil.rmtree(path)
-        if path.exists() and any(path.iterdir()):
-            self._refuse_foreign(described, same_settings=True)
-        else:
+        if path.exists() and not path.is_dir():
+            raise RunFolderError(f"{path} is a file. Fix: name a folder with --out.")
+        begun = path.exists() and any(not entry.name.endswith(".new") for entry in path.iterdir())
+        if begun:
+            self._refuse_foreign(described, same_settings=not restart)
+        if begun and restart:
+            self._remove_own_files()
+        if restart or not begun:
             path.mkdir(parents=True, exist_ok=True)
             write_atomically(path / "settings.json", lambda file: file.write(_json(described)))
 
+    def _remove_own_files(self) -> None:
+        """Only what a run writes: there may be other things in the folder."""
+        for seed in self.path.glob("seed-*"):
+            if re.fullmatch(r"seed-\d+", seed.name):
+                for name in ("epochs.jsonl", "checkpoint.pt", "result.json"):
+                    (seed / name).unlink(missing_ok=True)
+
     def _refuse_foreign(self, described: dict[str, Any], same_settings: bool) -> None:
         try:
-            found = json.loads((self.path / "settings.json").read_text())
-        except (OSError, ValueError):
+            found = dict(json.loads((self.path / "settings.json").read_text()))
+        except (OSError, ValueError, TypeError):
             raise RunFolderError(
                 f"{self.path} is not empty and is no folder of a run (no readable settings.json). Fix: name another with --out."
             ) from None
@@ -97,9 +106,13 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as a RuntimeError
         temporary.unlink(missing_ok=True)
-        raise RunFolderError(f"{path} could not be written ({error}); the one before it is still there.") from None
+        reason = str(error).splitlines()[0]
+        raise RunFolderError(f"{path} could not be written ({reason}); the one before it is still there.") from None
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _json(value: Any, indent: int | None = 1) -> bytes:

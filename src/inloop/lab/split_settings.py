@@ -20,7 +20,7 @@ class SplitSettings:
     Attributes:
         reward: "gar", "nslr", "none" (every split equally often) or "oracle" (never the noisy one).
         optimizer: "nesterov" (lr 0.1, momentum 0.9, L2 5e-4, the paper's), "sgd" (lr 0.1) or "adam" (lr 0.001).
-        reference: "next", "previous" or "heldout" (a fixed tenth of the clean training data).
+        reference: "next", "previous" or "heldout" (a fixed tenth of the clean data, which is in no split).
         layers: "all", or "linear" to reward linear layers only.
     """
 
@@ -61,15 +61,17 @@ class SplitSettings:
 
     def folder_name(self) -> str:
         """A name for the run's folder: data, network, reward, noise, and whatever else is not the default."""
-        usual = with_defaults(self.data)
+        usual = with_defaults(self.data, self.batch * 6)
         others = ("sources", "batch", "epochs", "optimizer", "reference", "accumulate", "layers")
         special = [f"{name}-{getattr(self, name)}" for name in others if getattr(self, name) != getattr(usual, name)]
         return "-".join(["splits", Path(self.data).stem, self.network, self.reward, self.noise, *special])
 
 
-def with_defaults(data: str, **given: Any) -> SplitSettings:
-    """Settings for ``data``; what is None takes the default for that data."""
+def with_defaults(data: str, num_examples: int | None = None, **given: Any) -> SplitSettings:
+    """Settings for ``data``, of ``num_examples`` for training; what is None takes the default for that data."""
     chosen = {name: value for name, value in given.items() if value is not None}
-    # There are 1,500 digits to train on: the paper's batch would be two thirds of them.
-    defaults: dict[str, Any] = {"batch": 250, "epochs": 40, "optimizer": "sgd"} if data == "digits" else {}
+    size = {"digits": 1500, "cifar10": 50_000, "cifar100": 50_000}.get(data, num_examples or 50_000)
+    # Of 1,500 digits, the paper's batch would be two thirds, and ten epochs a few steps.
+    small = {"batch": max(2, size // 6), "epochs": 40, "optimizer": "sgd"}
+    defaults: dict[str, Any] = small if size < 20_000 else {}
     return SplitSettings(data=data, **(defaults | chosen))

@@ -4,8 +4,9 @@ The *area* of split k (Table 1) is (K - 1) times the trapezoid mean over epochs 
 epoch: uniform sampling gives (K - 1) / K, never using a split 0, and no split can have more than 1 (inverted softmax).
 """
 
+import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -44,7 +45,11 @@ class SplitExperiment:
         self.data = data
         self.seed = seed
         torch.manual_seed(seed)
-        self.splits = make_splits(data, settings.sources, settings.noise, torch.Generator().manual_seed(seed))
+        self.held_out: tuple[Tensor, Tensor] | None = None
+        training = data
+        if settings.reference == "heldout":
+            self.held_out, training = hold_out(data, settings.batch)
+        self.splits = make_splits(training, settings.sources, settings.noise, torch.Generator().manual_seed(seed))
         self.mixture = Mixture(self.splits)
         self.model = make_network(settings.network, data.train_x.shape[1:], data.num_classes)
         self.optimizer = make_optimizer(settings.optimizer, self.model)
@@ -67,9 +72,10 @@ class SplitExperiment:
         )
 
     def held_out_loss(self) -> Tensor:
-        """On a fixed part of the clean training data, as large as a batch."""
-        x, y = self.splits[-1]
-        return F.cross_entropy(self.model(to_input(x[: self.settings.batch])), y[: self.settings.batch])
+        """On clean examples that are in no split; BatchNorm is in training mode, as in the steps that it judges."""
+        assert self.held_out is not None
+        x, y = self.held_out
+        return F.cross_entropy(self.model(to_input(x)), y)
 
     def probabilities(self) -> Tensor:
         """What is sampled from: the policy, or the fixed distribution of a baseline."""
@@ -135,7 +141,7 @@ class SplitExperiment:
             "effective_epochs": self.mixture.effective_epochs().tolist(),
             "epochs": self.epochs,
         }
-        return cast(dict[str, Any], tree_map_only(float, lambda value: round(value, 6), result))
+        return cast(dict[str, Any], tree_map_only(float, _as_json_number, result))
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -156,6 +162,11 @@ class SplitExperiment:
             self.learner.load_state_dict(state["learner"])
         self.statistics.load_state_dict(state["statistics"])
         torch.set_rng_state(state["torch"])
+
+
+def _as_json_number(value: float) -> float | None:
+    """JSON has no nan and no infinity."""
+    return round(value, 6) if math.isfinite(value) else None
 
 
 def run_seed(
@@ -182,6 +193,15 @@ def run_seed(
     if folder is not None:
         folder.finish(result)
     return result
+
+
+def hold_out(data: ImageData, batch: int) -> tuple[tuple[Tensor, Tensor], ImageData]:
+    """A fixed random tenth of the training data, at most a batch, and the data without it."""
+    order = torch.randperm(len(data.train_x), generator=torch.Generator().manual_seed(0))
+    kept, held = order[(size := max(1, min(batch, len(order) // 10))) :], order[:size]
+    human = None if data.human_labels is None else data.human_labels[kept]
+    rest = replace(data, train_x=data.train_x[kept], train_y=data.train_y[kept], human_labels=human)
+    return (data.train_x[held], data.train_y[held]), rest
 
 
 def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:

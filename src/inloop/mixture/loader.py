@@ -7,10 +7,9 @@ lag. What is on order is part of the state: a continued run uses the same batche
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -19,6 +18,7 @@ from inloop.errors import UsageError
 from inloop.mixture.mixture import Mixture
 from inloop.mixture.sources import Key, StreamSource
 from inloop.policies import Actions, Discrete, Product
+from inloop.randomness import default_generator
 
 if TYPE_CHECKING:
     from inloop.learner import InLoop
@@ -31,6 +31,9 @@ class _Order:
     draw: Draw
     source_N: Tensor
     position_N: Tensor
+    read: dict[int, Any] = field(
+        default_factory=dict
+    )  # examples of streams that were read already, by place in the batch
 
     def pairs(self) -> list[Key]:
         return list(zip(self.source_N.tolist(), self.position_N.tolist(), strict=True))
@@ -41,7 +44,7 @@ class MixtureLoader:
 
     Args:
         batch_size: Examples in each (micro-)batch.
-        num_steps: How many batches to yield; None for no end.
+        num_steps: How many batches to yield over the loader's life, which resuming continues; None for no end.
         num_workers: Processes that fetch examples; 0 to fetch in this one.
         prefetch: Batches on order for each worker.
         micro_batches: Batches for each step, if gradients are accumulated (it matters with ``interleave=True`` only).
@@ -63,6 +66,7 @@ class MixtureLoader:
             ("num_workers", num_workers, 0),
             ("prefetch", prefetch, 1),
             ("micro_batches", micro_batches, 1),
+            ("num_steps", 0 if num_steps is None else num_steps, 0),
         ):
             if value < least:
                 raise UsageError(f"{name}={value}: allowed are whole numbers from {least}.")
@@ -82,6 +86,7 @@ class MixtureLoader:
         for batch in self._batches():
             order = self._on_order.popleft()
             self.learner.use(order.draw)
+            self.mixture.count(order.source_N)
             self.num_yielded += 1
             yield order.draw.actions, batch
 
@@ -96,7 +101,8 @@ class MixtureLoader:
             num_workers=self.num_workers,
             prefetch_factor=self.prefetch,
             collate_fn=self.mixture.collate,
-            generator=torch.Generator(),  # else each new iterator would draw from torch's own
+            # Else each new iterator would draw from torch's own. Random transforms in workers follow it, but are not replayed.
+            generator=default_generator(f"workers from batch {self.num_yielded} on"),
         )
         yield from loader
 
@@ -115,10 +121,17 @@ class MixtureLoader:
         """Examples of streams are read here, in order, and only pass through the worker."""
         streams = {number for number, source in enumerate(self.mixture.sources) if isinstance(source, StreamSource)}
         for order in self._orders():
-            yield [self.mixture.fetch(key) if key[0] in streams else _Index(*key) for key in order.pairs()]
+            for place, key in enumerate(order.pairs()):
+                if key[0] in streams and place not in order.read:
+                    order.read[place] = self.mixture.fetch(key)
+            yield [order.read[place] if key[0] in streams else _Index(*key) for place, key in enumerate(order.pairs())]
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, what is on order, and the mixture's state; save it together with the learner's."""
+        """The position, what is on order, and the mixture's state; save it together with the learner's, between two steps."""
+        if self.learner.num_waiting:
+            raise UsageError(
+                "The loader was saved between a batch and its learner.step. Fix: save after learner.step(loss)."
+            )
         return {
             "mixture": self.mixture.state_dict(),
             "num_ordered": self.num_ordered,

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 from torch.utils.data import TensorDataset, default_collate
 
 from inloop.errors import UsageError
@@ -48,8 +47,9 @@ class Mixture:
             raise UsageError(f"A mixture needs a list of at least 2 sources; got {got}.")
         if selection not in ("replacement", "passes"):
             raise UsageError(f"selection={selection!r}: allowed are 'replacement' and 'passes'.")
-        self.sources = [as_source(number, source, selection == "passes") for number, source in enumerate(sources)]
         self.generator = generator or default_generator("drawing from sources")
+        passes = self.generator if selection == "passes" else None
+        self.sources = [as_source(number, source, passes) for number, source in enumerate(sources)]
         self.collate = collate
         self.drawn_K = torch.zeros(len(self.sources), dtype=torch.long)
         self._tensors, self._offsets_K = _joined(self.sources)
@@ -60,11 +60,13 @@ class Mixture:
         Args:
             actions: Sources, shape [N], or a dict of choices with the entry "source".
         """
-        return self.batch(*self.choose(actions))
+        source_N, position_N = self.choose(actions)
+        self.count(source_N)
+        return self.batch(source_N, position_N)
 
     def batch(self, source_N: Tensor, position_N: Tensor) -> Any:
         """The batch of these examples."""
-        if self._tensors:  # in memory: one gather for each tensor
+        if self._tensors and self.collate is default_collate:  # in memory: one gather for each tensor
             index_N = self._offsets_K[source_N] + position_N
             return [tensor[index_N] for tensor in self._tensors]
         return self.collate([self.fetch(key) for key in zip(source_N.tolist(), position_N.tolist(), strict=True)])
@@ -76,16 +78,19 @@ class Mixture:
         for number, source in enumerate(self.sources):
             here = source_N == number
             position_N[here] = source.choose(int(here.sum()), self.generator)
-        self.drawn_K += torch.bincount(source_N, minlength=len(self.sources))
         return source_N, position_N
 
+    def count(self, source_N: Tensor) -> None:
+        """Count examples as used, for the effective epochs."""
+        self.drawn_K += torch.bincount(source_N, minlength=len(self.sources))
+
     def fetch(self, key: Key) -> Any:
-        """One example. Numbers become tensors: one source may have a number where another has a tensor."""
+        """One example; for the default collate a number in it becomes a tensor, since other sources may have one there."""
         source = self.sources[key[0]]
         example = (
             source.take(key[1]) if isinstance(source, StreamSource) else cast(IndexedSource, source).dataset[key[1]]
         )
-        return tree_map_only((int, float), torch.as_tensor, example)
+        return _with_tensors(example) if self.collate is default_collate else example
 
     def effective_epochs(self) -> Tensor:
         """How often each source was seen, in passes over it, shape [K]; nan for a stream that has not ended yet."""
@@ -119,6 +124,16 @@ class Mixture:
             source.load_state_dict(saved)
 
 
+def _with_tensors(example: Any) -> Any:
+    if isinstance(example, (int, float)):
+        return torch.as_tensor(example, dtype=torch.float64 if isinstance(example, float) else None)
+    if type(example) in (tuple, list) and not all(isinstance(part, (int, float)) for part in example):
+        return [_with_tensors(part) if isinstance(part, (int, float)) else part for part in example]
+    if type(example) is dict:
+        return {name: _with_tensors(part) if isinstance(part, (int, float)) else part for name, part in example.items()}
+    return example
+
+
 def _sources_of(actions: Actions, num_sources: int) -> Tensor:
     if not isinstance(actions, Tensor):
         if not isinstance(actions, dict) or "source" not in actions:
@@ -136,7 +151,7 @@ def _sources_of(actions: Actions, num_sources: int) -> Tensor:
 def _joined(sources: Sequence[Any]) -> tuple[list[Tensor], Tensor]:
     """If all sources are tensors of one kind: those tensors end to end, and where each source begins in them."""
     datasets = [source.dataset if isinstance(source, IndexedSource) else None for source in sources]
-    if not all(isinstance(dataset, TensorDataset) for dataset in datasets):
+    if not all(type(dataset) is TensorDataset for dataset in datasets):  # a subclass may do more than index
         return [], torch.empty(0)
     kinds = {tuple((tensor.dtype, tensor.shape[1:]) for tensor in cast(TensorDataset, d).tensors) for d in datasets}
     if len(kinds) != 1:

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, TensorDataset
 
 from inloop.errors import UsageError
-from inloop.randomness import default_generator
 
 # What is asked of a source: an index in it, or, for a stream, the position in its present pass.
 Key = tuple[int, int]
@@ -41,11 +40,11 @@ class IndexedSource(Source):
     The order of a pass follows from a seed and the number of the pass alone, so the state is two numbers.
     """
 
-    def __init__(self, dataset: Any, passes: bool, name: str) -> None:
+    def __init__(self, dataset: Any, passes: torch.Generator | None) -> None:
         self.dataset = dataset
         self.size: int = len(dataset)
-        self.passes = passes
-        self.seed = default_generator(f"passes over source {name}").initial_seed()
+        self.passes = passes is not None
+        self.seed = int(torch.randint(2**62, (), generator=passes)) if passes is not None else 0
         self.num_passes = 0
         self.position = 0
         self._order = torch.empty(0, dtype=torch.long)
@@ -134,9 +133,13 @@ class StreamSource(Source):
             self._read += 1
 
 
-def as_source(number: int, source: object, passes: bool) -> Source:
-    """Wrap what a user gives: a map-style dataset, a tuple of tensors, or an iterable."""
-    if isinstance(source, (tuple, list)) and source and all(isinstance(part, Tensor) for part in source):
+def as_source(number: int, source: object, passes: torch.Generator | None) -> Source:
+    """Wrap what a user gives: a map-style dataset, a tuple of tensors, or an iterable; ``passes`` seeds shuffled passes."""
+    if isinstance(source, list) and source and all(isinstance(part, Tensor) for part in source):
+        raise UsageError(
+            f"Source {number} is a list of tensors, which may mean columns or examples. Fix: for columns give a tuple, (x, y)."
+        )
+    if isinstance(source, tuple) and source and all(isinstance(part, Tensor) for part in source):
         lengths = [len(part) for part in source]
         if len(set(lengths)) != 1:
             raise UsageError(f"The tensors of source {number} are of different lengths: {lengths}.")
@@ -146,12 +149,17 @@ def as_source(number: int, source: object, passes: bool) -> Source:
     if isinstance(source, IterableDataset) or not hasattr(source, "__getitem__"):
         if not isinstance(source, Iterable):
             raise UsageError(f"Source {number} is a {type(source).__name__}. {_ALLOWED}")
+        if iter(source) is source:
+            raise UsageError(
+                f"Source {number} is a {type(source).__name__}, which can be read only once. Fix: give an object that can be iterated "
+                "anew, such as an IterableDataset."
+            )
         return StreamSource(source, str(number))
     if not hasattr(source, "__len__"):
         raise UsageError(f"Source {number}, a {type(source).__name__}, has no len(). {_ALLOWED}")
     if len(source) == 0:
         raise UsageError(f"Source {number} is empty; every source needs at least one example.")
-    return IndexedSource(source, passes, str(number))
+    return IndexedSource(source, passes)
 
 
 _ALLOWED = "Allowed are a map-style dataset (with [index] and len), a tuple of tensors, as (x, y), and an iterable of examples."

@@ -53,7 +53,7 @@ class MixturePolicy(Discrete):
             raise UsageError(
                 f"floor={floor}: shares must be at least 0 and add up to less than 1 (below {least:.4g} each)."
             )
-        if any(low >= high for low, high in zip(floor_K, ceiling_K, strict=True)) or sum(ceiling_K) < 1:
+        if any(low >= high for low, high in zip(floor_K, ceiling_K, strict=True)) or sum(ceiling_K) < 1 - 1e-9:
             raise UsageError(f"ceiling={ceiling}: each must be above its floor, and they must add up to 1 or more.")
         super().__init__(num_sources)
         self.form = form
@@ -69,18 +69,24 @@ class MixturePolicy(Discrete):
         log_p_K = log_inverted_softmax(self.scores) if self.form == "inverted" else F.log_softmax(self.scores, dim=0)
         if not self.limited:
             return log_p_K
-        floor_K = self.floor_K.to(log_p_K)
-        return cap((1 - floor_K.sum()) * log_p_K.exp() + floor_K, self.ceiling_K.to(log_p_K)).log()
+        floor_K, ceiling_K = self.floor_K.to(log_p_K), self.ceiling_K.to(log_p_K)
+        return cap(torch.logaddexp(log_p_K + (1 - floor_K.sum()).log(), floor_K.log()), ceiling_K.log())
 
 
-def cap(p_K: Tensor, ceiling_K: Tensor) -> Tensor:
-    """Bring shares down to their ceilings and give the excess to the others in proportion, until all hold."""
-    full_K = torch.zeros_like(p_K, dtype=torch.bool)
-    while bool((over_K := (p_K > ceiling_K) & ~full_K).any()):
+def cap(log_p_K: Tensor, log_ceiling_K: Tensor) -> Tensor:
+    """Bring shares down to their ceilings and give the excess to the others in proportion, until all hold.
+
+    A share at its ceiling keeps the gradient that it would have without: else a source that turns bad there could never come
+    down by its own rewards.
+    """
+    full_K = torch.zeros_like(log_p_K, dtype=torch.bool)
+    shared_K = log_p_K
+    while bool((over_K := (shared_K > log_ceiling_K + 1e-6) & ~full_K).any()):
         full_K = full_K | over_K
-        free = 1 - ceiling_K[full_K].sum()
-        p_K = torch.where(full_K, ceiling_K, p_K * free / p_K[~full_K].sum().clamp_min(1e-30))
-    return p_K
+        free = (1 - log_ceiling_K[full_K].exp().sum()).clamp_min(1e-12).log()
+        shared_K = log_p_K + free - log_p_K[~full_K].logsumexp(dim=0) if not bool(full_K.all()) else log_ceiling_K
+    at_ceiling_K = log_ceiling_K + log_p_K - log_p_K.detach()
+    return torch.where(full_K, at_ceiling_K, shared_K)
 
 
 def _shares(name: str, value: float | Sequence[float], num_sources: int) -> list[float]:
