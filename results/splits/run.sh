@@ -47,3 +47,6 @@ run study-optimizer-adam --optimizer adam --seeds 3
 for reward in nslr none oracle; do
   run "cnn-bn-$reward" --network cnn-bn --reward $reward --seeds 10
 done
+
+# The figures fc-bn.svg and fc.svg are copies of what this writes
+inloop report "$runs"

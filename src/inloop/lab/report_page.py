@@ -60,9 +60,11 @@ def _section(title: str, runs: Sequence[SplitRun], figure_path: Path) -> str:
     for network in dict.fromkeys(run.settings["network"] for run in runs):
         of_network = [run for run in runs if run.settings["network"] == network]
         figure = figure_2(of_network)
-        for ending in ("svg", "png"):
-            figure.savefig(figure_path.with_name(f"{figure_path.name}-{network}.{ending}"), dpi=150)
-        parts += [f"<h3>{escape(network)}</h3>", f'<div class="wide">{as_svg(figure)}</div>']
+        svg = as_svg(figure)
+        name = f"{figure_path.name}-{network}"
+        write_atomically(figure_path.with_name(f"{name}.svg"), lambda file, svg=svg: file.write(svg.encode()))  # type: ignore[misc]
+        figure.savefig(figure_path.with_name(f"{name}.png"), dpi=150)
+        parts += [f"<h3>{escape(network)}</h3>", f'<div class="wide">{svg}</div>']
         parts += [_sources(run) for run in of_network if run.settings["reward"] == "gar"]
         parts += [_warning(run) for run in of_network if _collapsed(run)]
     return "".join(parts)
