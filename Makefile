@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: demo test lint format bench clean
+.PHONY: demo test test-slow lint format bench clean
 
 demo: $(INSTALLED)  ## ten sources of digits, one of them bad: find it while training, and report
 	$(BIN)/inloop run splits --seeds 5 --out runs/demo/gar
@@ -13,6 +13,9 @@ demo: $(INSTALLED)  ## ten sources of digits, one of them bad: find it while tra
 
 test: $(INSTALLED)  ## the tests
 	$(BIN)/pytest -n auto
+
+test-slow: $(INSTALLED)  ## the tests that take minutes
+	$(BIN)/pytest -n auto -m slow
 
 lint: $(INSTALLED)  ## style, types, and what may import what
 	$(BIN)/ruff check .

@@ -610,7 +610,6 @@ def test_verify_on_every_step_sees_a_later_penalty():
     ],
 )
 def test_bad_arguments_are_named_and_leave_no_hooks(options, message):
-    """An optimizer of other parameters would be stepped and cleared in the middle of training."""
     net = make_net()
     with pytest.raises(UsageError, match=message):
         InLoop(net, MixturePolicy(3), **options)

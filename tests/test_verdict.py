@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from inloop.errors import UsageError
-from inloop.policies.policy import RewardSummary, summarise_by_choice
+from inloop.policies.policy import summarise_by_choice
 from inloop.report import StepReport, effective_number, is_collapsing
 from inloop.verdict import RewardStatistics, t_quantile
 
@@ -119,8 +119,6 @@ def test_state_and_arguments():
     assert second.verdicts() == first.verdicts()
     with pytest.raises(UsageError, match="level=1.5"):
         RewardStatistics(3, level=1.5)
-    summary = RewardSummary(torch.ones(2), torch.zeros(2), torch.zeros(2))
-    assert summary.count_K.sum() == 2
 
 
 def test_collapse():
