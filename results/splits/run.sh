@@ -35,14 +35,19 @@ for layers in all linear; do
   done
 done
 run reading-cnn-bn-linear --network cnn-bn --layers linear --seeds 3
-run reading-cnn-bn-literal-all --network cnn-bn-literal --seeds 3
-run reading-cnn-bn-maxpool-all --network cnn-bn-maxpool --seeds 3
+
+# The best of them with ten seeds
+run cnn-bn-gar-linear --network cnn-bn --layers linear --seeds 10
 
 # What matters: three seeds each
 for batch in 100 250 500; do run "study-batch-$batch" --batch $batch --seeds 3; done
 for sources in 5 20 50; do run "study-sources-$sources" --sources $sources --seeds 3; done
 for reference in previous heldout; do run "study-reference-$reference" --reference $reference --seeds 3; done
 run study-optimizer-adam --optimizer adam --seeds 3
+
+# Two more readings, slow ones
+run reading-cnn-bn-literal-all --network cnn-bn-literal --seeds 3
+run reading-cnn-bn-maxpool-all --network cnn-bn-maxpool --seeds 3
 
 for reward in nslr none oracle; do
   run "cnn-bn-$reward" --network cnn-bn --reward $reward --seeds 10

@@ -49,7 +49,8 @@ def main_table() -> str:
         for network in ("fc-bn", "fc", "cnn-bn")
         for reward in ("gar", "nslr", "none", "oracle")
     ]
-    return table(rows)
+    linear = row("cnn-bn-gar-linear", "cnn-bn, gar, linear layer's part only", PAPER["cnn-bn", "gar"])
+    return table([*rows, linear])
 
 
 def other_noise() -> str:
