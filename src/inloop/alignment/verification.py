@@ -1,7 +1,8 @@
 """The guard that catches silent errors: for every parameter p, ``sum_i c_i(p.grad) = ‖p.grad‖²``.
 
-Both sides are divided by ‖p.grad‖, since squares of small gradients are too small for float32. If it holds, every use of the parameter in the loss went through a recorded layer call, with the right formula. It does not
-see *which* example a row belongs to, nor whether the loss was a mean or a sum.
+Both sides are divided by ‖p.grad‖, since squares of small gradients are too small for float32. If it holds, every use of the
+parameter in the loss went through a recorded layer call, with the right formula. It does not see *which* example a row belongs
+to, nor whether the loss was a mean or a sum.
 """
 
 from collections.abc import Collection, Mapping, Sequence

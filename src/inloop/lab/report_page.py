@@ -125,7 +125,8 @@ def _sources(run: SplitRun) -> str:
     head = ["source", "share, last epoch", "advantage", "within a seed, typically", "effective epochs", "verdict"]
     note = (
         "Advantage: how much higher the source's examples were rewarded than all others, in standard deviations of a step's "
-        "rewards; ± over seeds, and the half width of a single seed's own interval. A source is called bad if its whole interval, corrected for the number of sources, is below -0.02."
+        "rewards; ± over seeds, and the half width of a single seed's own interval. A source is called bad if its whole interval, "
+        "corrected for the number of sources, is below -0.02."
     )
     return f"<h3>Which source hurts ({escape(run.name)})</h3>" + _html_table(head, rows) + f'<p class="note">{note}</p>'
 
