@@ -1,0 +1,157 @@
+"""Search spaces: which operations there are, and the magnitude of each strength 0..30.
+
+With k the strength, as in the authors' code (``int`` truncates):
+
+    rotate, translate      int(k max / 30)                 degrees, pixels
+    shear, cutout          k max / 30                      cutout: share of the width
+    solarize               256 - int(256 k / 30)           threshold
+    posterize              high - int((high - low) k / 30) bits
+    blends                 low + (high - low) k / 30       factor
+
+The paper's table of WideLong has three slips: equalize takes no strength, posterize keeps 2 to 8 bits, and brightness has the
+range of the other blends.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from inloop.augment.registry import STRENGTHS, get_operation
+from inloop.errors import UsageError
+
+_TOP = STRENGTHS - 1
+
+
+@dataclass(frozen=True)
+class Space:
+    """Operations in order, with the 31 magnitudes of each."""
+
+    name: str
+    magnitudes: dict[str, tuple[float, ...]]
+
+    @property
+    def operations(self) -> tuple[str, ...]:
+        return tuple(self.magnitudes)
+
+    def __len__(self) -> int:
+        return len(self.magnitudes)
+
+
+def _each_strength(magnitude: Callable[[int], float]) -> tuple[float, ...]:
+    return tuple(magnitude(k) for k in range(STRENGTHS))
+
+
+def whole(top: float) -> tuple[float, ...]:
+    return _each_strength(lambda k: int(k * top / _TOP))
+
+
+def real(top: float) -> tuple[float, ...]:
+    return _each_strength(lambda k: k * top / _TOP)
+
+
+def bits(high: int, low: int) -> tuple[float, ...]:
+    return _each_strength(lambda k: high - int((high - low) * k / _TOP))
+
+
+def factor(low: float, high: float) -> tuple[float, ...]:
+    return _each_strength(lambda k: low + (high - low) * k / _TOP)
+
+
+SOLARIZE = _each_strength(lambda k: 256 - int(256 * k / _TOP))
+NO_STRENGTH = (0.0,) * STRENGTHS
+
+
+def _magnitudes(
+    *,
+    degrees: float,
+    shear: float,
+    pixels: float,
+    most_bits: int,
+    least_bits: int,
+    blend: tuple[float, float],
+    box: float,
+) -> dict[str, tuple[float, ...]]:
+    """The magnitudes of every operation of ours, in the order of WideLong."""
+    return {
+        "identity": NO_STRENGTH,
+        "auto_contrast": NO_STRENGTH,
+        "equalize": NO_STRENGTH,
+        "rotate": whole(degrees),
+        "solarize": SOLARIZE,
+        "color": factor(*blend),
+        "posterize": bits(most_bits, least_bits),
+        "contrast": factor(*blend),
+        "brightness": factor(*blend),
+        "sharpness": factor(*blend),
+        "shear_x": real(shear),
+        "shear_y": real(shear),
+        "translate_x": whole(pixels),
+        "translate_y": whole(pixels),
+        "blur": NO_STRENGTH,
+        "invert": NO_STRENGTH,
+        "flip_lr": NO_STRENGTH,
+        "flip_ud": NO_STRENGTH,
+        "cutout": real(box),
+    }
+
+
+_NARROW = _magnitudes(degrees=30, shear=0.3, pixels=10, most_bits=8, least_bits=4, blend=(0.1, 1.9), box=0.2)
+_WIDE = _magnitudes(degrees=135, shear=0.99, pixels=32, most_bits=8, least_bits=2, blend=(0.01, 2.0), box=0.6)
+_STANDARD = tuple(_NARROW)[:14]
+_UNIFORM_AUGMENT = (
+    *("identity", "shear_x", "shear_y", "translate_x", "translate_y", "rotate", "auto_contrast", "invert", "equalize"),
+    *("solarize", "posterize", "contrast", "color", "brightness", "sharpness", "cutout"),
+)
+_AUTO_AUGMENT = (
+    *("shear_x", "shear_y", "translate_x", "translate_y", "rotate", "auto_contrast", "invert", "equalize"),
+    *("solarize", "posterize", "contrast", "color", "brightness", "sharpness", "cutout"),
+)
+
+
+def _space(name: str, operations: Sequence[str], table: dict[str, tuple[float, ...]]) -> Space:
+    return Space(name, {operation: table[operation] for operation in operations})
+
+
+SPACES = {
+    space.name: space
+    for space in (
+        _space("ra", _STANDARD, _NARROW),
+        _space("wl", tuple(_WIDE), _WIDE),
+        _space("wide", _STANDARD, _WIDE),
+        _space("uniaug", _UNIFORM_AUGMENT, _NARROW | {"translate_x": whole(14.4), "translate_y": whole(14.4)}),
+        _space("autoaugment", _AUTO_AUGMENT, _NARROW),
+    )
+}
+
+
+def get_space(space: str | Space) -> Space:
+    """A space by its name.
+
+    ``ra``: RandAugment's 14 operations; ``wl``: WideLong, 19 with wide ranges; ``wide``: the 14 with wide ranges; ``uniaug``:
+    UniformAugment's 16; ``autoaugment``: AutoAugment's 15.
+    """
+    if isinstance(space, Space):
+        return space
+    if space not in SPACES:
+        raise UsageError(
+            f"space={space!r}: allowed are {', '.join(SPACES)}, or a Space from inloop.augment.make_space."
+        )
+    return SPACES[space]
+
+
+def make_space(operations: Sequence[str], base: str | Space = "wl", name: str = "own") -> Space:
+    """A space of the operations named: those of ``base`` with the magnitudes they have there, and your own registered ones.
+
+    Example:
+        >>> make_space(["identity", "rotate", "shear_x"], base="ra").operations
+        ('identity', 'rotate', 'shear_x')
+    """
+    base = get_space(base)
+    if len(set(operations)) < len(operations) or not operations:
+        raise UsageError(f"operations={list(operations)}: name at least one, and each only once.")
+    magnitudes = {}
+    for operation in operations:
+        own = get_operation(operation).magnitudes
+        table = base.magnitudes.get(operation, own if own is not None else _WIDE.get(operation))
+        assert table is not None
+        magnitudes[operation] = table
+    return Space(name, magnitudes)
