@@ -38,6 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     run = commands.add_parser("run", help="run an experiment").add_subparsers(required=True, metavar="EXPERIMENT")
     _add_splits(run)
+    _add_augment(run)
     report = commands.add_parser("report", help="write a page on the runs in a folder")
     report.add_argument("folder", type=Path, metavar="DIR", help="a folder with one or more runs")
     report.set_defaults(run=_report)
@@ -62,28 +63,98 @@ def _add_splits(experiments: "argparse._SubParsersAction[argparse.ArgumentParser
     splits.add_argument("--sources", type=int, help="number of splits; default: 10")
     splits.add_argument("--batch", type=int, help="default: 1000, for digits 250")
     splits.add_argument("--epochs", type=int, help="default: 10, for digits 40")
-    splits.add_argument("--seeds", type=int, default=10, help="number of runs; default: 10")
     splits.add_argument("--optimizer", choices=get_args(OptimizerName), help="default: nesterov, for digits sgd")
     splits.add_argument("--reference", choices=get_args(ReferenceName), help="default: next")
     splits.add_argument("--accumulate", type=int, help="paid steps for each update of the policy; default: 10")
     splits.add_argument("--layers", choices=("all", "linear"), help="layers that count for the reward; default: all")
-    splits.add_argument("--out", type=Path, help="folder of the run; default: runs/ and a name made of the settings")
-    splits.add_argument("--restart", action="store_true", help="begin anew instead of continuing")
-    splits.add_argument("--json", action="store_true", help="print one JSON object")
+    _add_run_options(splits, seeds=10)
     splits.set_defaults(run=_run_splits)
+
+
+def _add_augment(experiments: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    from inloop.augment import SPACES
+    from inloop.lab.augment_settings import PRESETS, AugmentName
+
+    augment = experiments.add_parser(
+        "augment",
+        help="train with learned, or with fixed, image augmentation",
+        description="The paper's section 5.2: the augmentation policy is learned in the training run itself (ola), or is a fixed one. "
+        "The same command again continues an interrupted run.",
+    )
+    augment.add_argument("--data", metavar="digits|cifar10|cifar100|PATH", help="default: digits")
+    augment.add_argument("--preset", choices=PRESETS, help="the paper's full recipe; other options still count")
+    augment.add_argument("--network", help="wrn-DEPTH-WIDTH, as wrn-28-10; default: wrn-28-10, for digits wrn-10-1")
+    augment.add_argument("--augment", choices=get_args(AugmentName), help="default: ola")
+    augment.add_argument("--space", choices=SPACES, help="operations and ranges of ola, ua, ra, ta; default: wl")
+    augment.add_argument("--batch", type=int, help="default: 256, for digits 250")
+    augment.add_argument("--epochs", type=int, help="default: 200, for digits 40")
+    augment.add_argument("--examples", type=int, help="training images used; default: all")
+    augment.add_argument("--validation", type=int, help="training images to judge by instead of the test images")
+    augment.add_argument("--learning-rate", type=float, help="default: 0.1")
+    augment.add_argument("--warmup", type=int, help="epochs; default: a fortieth, at least 1")
+    augment.add_argument("--cutout", type=int, help="side of the final Cutout; default: 16, for digits 0")
+    augment.add_argument("--accumulate", type=int, help="ola: paid steps for each update of the policy; default: 1")
+    augment.add_argument("--policy-learning-rate", type=float, help="ola: of its Adam; default: 0.1")
+    augment.add_argument("--start", type=int, help="ola: epochs before the policy first moves; default: 0")
+    augment.add_argument("--layers", choices=("all", "linear"), help="ola: layers that count; default: all")
+    augment.add_argument(
+        "--interleave",
+        action=argparse.BooleanOptionalAction,
+        help="ola: every second step without operations; default: yes",
+    )
+    augment.add_argument("--ra-operations", type=int, help="ra: its N; default: 2")
+    augment.add_argument("--ra-strength", type=int, help="ra: its M, of 0..30; default: 14")
+    _add_run_options(augment, seeds=5)
+    augment.set_defaults(run=_run_augment)
+
+
+def _add_run_options(parser: argparse.ArgumentParser, seeds: int) -> None:
+    parser.add_argument("--seeds", type=int, default=seeds, help=f"number of runs; default: {seeds}")
+    parser.add_argument("--out", type=Path, help="folder of the run; default: runs/ and a name made of the settings")
+    parser.add_argument("--restart", action="store_true", help="begin anew instead of continuing")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _run_augment(options: argparse.Namespace) -> int:
+    from dataclasses import fields
+
+    from inloop.lab.augment_settings import PRESETS, AugmentSettings, with_augment_defaults
+    from inloop.lab.augmentation import AugmentExperiment
+    from inloop.lab.datasets import load_data
+    from inloop.lab.display import RunDisplay, print_augment
+    from inloop.lab.run_folder import RunFolder
+    from inloop.lab.seeds import train_to_end
+    from inloop.lab.summary import summarise_augment
+
+    _check_seeds(options)
+    given = {field.name: getattr(options, field.name, None) for field in fields(AugmentSettings)}
+    chosen = PRESETS.get(options.preset, {}) | {name: value for name, value in given.items() if value is not None}
+    settings = with_augment_defaults(**({"data": "digits"} | chosen))
+    data = load_data(settings.data)
+    out = options.out or Path("runs") / settings.folder_name()
+    folder = RunFolder(out, "augment", settings.as_dict() | {"data_digest": data.digest()}, options.restart)
+    with RunDisplay(f"{settings.network} {settings.augment}", options.seeds, settings.epochs) as display:
+        results = [
+            train_to_end(lambda seed=seed: AugmentExperiment(settings, data, seed), folder.seed(seed), display.show)  # type: ignore[misc]
+            for seed in range(options.seeds)
+        ]
+    if options.json:
+        print(json.dumps(summarise_augment(results), allow_nan=False))
+    else:
+        print_augment(results, settings, out)
+    return 0
 
 
 def _run_splits(options: argparse.Namespace) -> int:
     from inloop.lab.datasets import load_data
-    from inloop.lab.display import SplitDisplay, print_splits
-    from inloop.lab.noise import NOISY_SPLIT, check_splits
+    from inloop.lab.display import RunDisplay, print_splits
+    from inloop.lab.noise import check_splits
     from inloop.lab.run_folder import RunFolder
     from inloop.lab.split_settings import with_defaults
     from inloop.lab.splits import run_seed
     from inloop.lab.summary import summarise_seeds
 
-    if options.seeds < 1:
-        raise UsageError(f"--seeds {options.seeds}: allowed are whole numbers from 1.")
+    _check_seeds(options)
     names = (
         "network",
         "reward",
@@ -101,14 +172,18 @@ def _run_splits(options: argparse.Namespace) -> int:
     check_splits(data, settings.sources, settings.noise)
     out = options.out or Path("runs") / settings.folder_name()
     folder = RunFolder(out, "splits", settings.as_dict() | {"data_digest": data.digest()}, options.restart)
-    noisy = None if settings.noise == "none" else NOISY_SPLIT
-    with SplitDisplay(f"{settings.network} {settings.reward}", options.seeds, settings.epochs, noisy) as display:
+    with RunDisplay(f"{settings.network} {settings.reward}", options.seeds, settings.epochs) as display:
         results = [run_seed(settings, data, seed, folder.seed(seed), display.show) for seed in range(options.seeds)]
     if options.json:
         print(json.dumps(summarise_seeds(results), allow_nan=False))
     else:
         print_splits(results, settings, out)
     return 0
+
+
+def _check_seeds(options: argparse.Namespace) -> None:
+    if options.seeds < 1:
+        raise UsageError(f"--seeds {options.seeds}: allowed are whole numbers from 1.")
 
 
 def _report(options: argparse.Namespace) -> int:

@@ -4,37 +4,25 @@ The *area* of split k (Table 1) is (K - 1) times the trapezoid mean over epochs 
 epoch: uniform sampling gives (K - 1) / K, never using a split 0, and no split can have more than 1 (inverted softmax).
 """
 
-import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from typing import Any, cast
+from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from inloop.alignment.plan import LayerFilter
 from inloop.lab.image_data import ImageData, to_input
 from inloop.lab.networks import make_network
 from inloop.lab.noise import NOISY_SPLIT, make_splits
 from inloop.lab.run_folder import SeedFolder
+from inloop.lab.seeds import Bar, Progress, no_display, train_to_end
 from inloop.lab.split_settings import SplitSettings
 from inloop.learner import InLoop
 from inloop.mixture import Mixture
 from inloop.policies import MixturePolicy
 from inloop.verdict import RewardStatistics
-
-
-@dataclass(frozen=True)
-class Progress:
-    """What a display shows while a seed trains."""
-
-    seed: int
-    epoch: int
-    epochs: int
-    probabilities: list[float]
-    loss: float
 
 
 class SplitExperiment:
@@ -44,6 +32,7 @@ class SplitExperiment:
         self.settings = settings
         self.data = data
         self.seed = seed
+        self.num_epochs = settings.epochs
         torch.manual_seed(seed)
         self.held_out: tuple[Tensor, Tensor] | None = None
         training = data
@@ -85,6 +74,11 @@ class SplitExperiment:
         if self.settings.reward == "oracle":
             p_K[NOISY_SPLIT] = 0
         return p_K / p_K.sum()
+
+    def bars(self) -> list[Bar]:
+        noisy = None if self.settings.noise == "none" else NOISY_SPLIT
+        shares = enumerate(self.probabilities().tolist())
+        return [Bar(f"source {k}", share, "noisy" if k == noisy else "") for k, share in shares]
 
     def train_epoch(self) -> None:
         """As many steps as fill one pass over the training data."""
@@ -128,7 +122,7 @@ class SplitExperiment:
         areas_K = areas([epoch["probabilities"] for epoch in self.epochs])
         noisy = None if settings.noise == "none" else NOISY_SPLIT
         others = [area for k, area in enumerate(areas_K) if k != noisy]
-        result = {
+        return {
             "seed": self.seed,
             "network": settings.network,
             "reward": settings.reward,
@@ -141,7 +135,6 @@ class SplitExperiment:
             "effective_epochs": self.mixture.effective_epochs().tolist(),
             "epochs": self.epochs,
         }
-        return cast(dict[str, Any], tree_map_only(float, _as_json_number, result))
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -164,35 +157,15 @@ class SplitExperiment:
         torch.set_rng_state(state["torch"])
 
 
-def _as_json_number(value: float) -> float | None:
-    """JSON has no nan and no infinity."""
-    return round(value, 6) if math.isfinite(value) else None
-
-
 def run_seed(
     settings: SplitSettings,
     data: ImageData,
     seed: int,
     folder: SeedFolder | None = None,
-    show: Callable[[Progress], None] = lambda progress: None,
+    show: Callable[[Progress], None] = no_display,
 ) -> dict[str, Any]:
     """Train one seed to the end, from where ``folder`` left off, and return its result."""
-    if folder is not None and (finished := folder.result()) is not None:
-        return finished
-    experiment = SplitExperiment(settings, data, seed)
-    if folder is not None and (saved := folder.load()) is not None:
-        state, experiment.epochs = saved
-        experiment.load_state_dict(state)
-    while len(experiment.epochs) < settings.epochs:
-        experiment.train_epoch()
-        last = experiment.epochs[-1]
-        if folder is not None:
-            folder.save(experiment.state_dict(), experiment.epochs)
-        show(Progress(seed, last["epoch"], settings.epochs, experiment.probabilities().tolist(), last["loss"]))
-    result = experiment.result()
-    if folder is not None:
-        folder.finish(result)
-    return result
+    return train_to_end(lambda: SplitExperiment(settings, data, seed), folder, show)
 
 
 def hold_out(data: ImageData, batch: int) -> tuple[tuple[Tensor, Tensor], ImageData]:

@@ -45,3 +45,17 @@ def summarise_seeds(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "named": sorted({source for result in results for source in result["named"]}),
         "results": list(results),
     }
+
+
+def summarise_augment(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One object for a run of the augmentation experiment: mean and half width over its seeds, and the seeds themselves."""
+    first = results[0]
+    judged = "test_accuracy" if first["test_accuracy"] is not None else "validation_accuracy"
+    mean, half_width = mean_and_interval([result[judged] for result in results])
+    summary = {name: first[name] for name in ("data", "network", "augment", "space", "test_accuracy")}
+    return {
+        **summary,
+        judged: mean,
+        "interval": None if math.isnan(half_width) else half_width,
+        "results": list(results),
+    }

@@ -1,0 +1,133 @@
+"""What defines a run of the augmentation experiment, and the paper's own recipe as presets."""
+
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from inloop.augment import SPACES
+from inloop.errors import UsageError
+from inloop.lab.wide_resnet import parse_wide_resnet
+
+AugmentName = Literal["ola", "ua", "ra", "ta", "aa", "fast-aa", "pba", "none"]
+SEARCHES_A_SPACE = ("ola", "ua", "ra", "ta")  # the others bring their own operations
+
+
+@dataclass(frozen=True, kw_only=True)
+class AugmentSettings:
+    """One run, of one or more seeds. Defaults are the paper's, for CIFAR-10.
+
+    Attributes:
+        augment: "ola" (learned), "ua", "ra", "ta", "aa", "fast-aa", "pba", or "none" (crop, flip and Cutout only).
+        space: The search space of ola, ua, ra and ta.
+        examples: How many training images are used; 0 for all.
+        validation: How many of the remaining training images the run is judged by, instead of the test images; 0 for none.
+        learning_rate: The largest one: reached after the warm-up, from half of it, then cosine to nearly nothing.
+        warmup: Epochs of it.
+        clip: Norm to which the model's gradient is clipped, after the reward is computed.
+        padding: Of the random crop.
+        cutout: Side of Cutout, 0 for none.
+        interleave: Whether every second step of ola is without operations; such steps are what the others are judged by.
+        accumulate: Paid steps of ola for each update of its policy.
+        policy_learning_rate: Of ola's Adam.
+        start: Epochs before ola's policy first moves.
+        layers: Which layers count for the reward: "all", or "linear" for the last one only.
+        ra_operations: RandAugment's N.
+        ra_strength: RandAugment's M, of 0..30.
+    """
+
+    data: str = "cifar10"
+    network: str = "wrn-28-10"
+    augment: AugmentName = "ola"
+    space: str = "wl"
+    batch: int = 256
+    epochs: int = 200
+    examples: int = 0
+    validation: int = 0
+    learning_rate: float = 0.1
+    warmup: int = 5
+    weight_decay: float = 5e-4
+    clip: float = 5.0
+    padding: int = 4
+    flip: bool = True
+    cutout: int = 16
+    interleave: bool = True
+    accumulate: int = 1
+    policy_learning_rate: float = 0.1
+    start: int = 0
+    layers: Literal["all", "linear"] = "all"
+    ra_operations: int = 2
+    ra_strength: int = 14
+
+    def __post_init__(self) -> None:
+        choices: dict[str, Any] = {
+            "augment": get_args(AugmentName),
+            "space": tuple(SPACES),
+            "layers": ("all", "linear"),
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise UsageError(f"{name}={getattr(self, name)!r}: allowed are {', '.join(allowed)}.")
+        parse_wide_resnet(self.network)
+        least: dict[str, float] = {
+            "batch": 2,
+            "epochs": 1,
+            "examples": 0,
+            "validation": 0,
+            "warmup": 0,
+            "weight_decay": 0,
+            "padding": 0,
+            "cutout": 0,
+            "accumulate": 1,
+            "start": 0,
+            "ra_operations": 1,
+            "ra_strength": 0,
+        }
+        for name, low in least.items():
+            if getattr(self, name) < low:
+                raise UsageError(f"{name}={getattr(self, name)}: allowed are numbers from {low}.")
+        for name in ("learning_rate", "clip", "policy_learning_rate"):
+            if getattr(self, name) <= 0:
+                raise UsageError(f"{name}={getattr(self, name)}: allowed are numbers above 0.")
+        if self.ra_strength > 30:
+            raise UsageError(f"ra_strength={self.ra_strength}: allowed are 0..30.")
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def folder_name(self) -> str:
+        """A name for the run's folder: data, network, augmentation, space, and whatever else is not the default."""
+        usual = with_augment_defaults(self.data, self.epochs)
+        shown = ("data", "network", "augment", "space")
+        special = [
+            f"{field.name}-{getattr(self, field.name)}"
+            for field in fields(self)
+            if field.name not in shown and getattr(self, field.name) != getattr(usual, field.name)
+        ]
+        space = [self.space] if self.augment in SEARCHES_A_SPACE else []
+        return "-".join(["augment", Path(self.data).stem, self.network, self.augment, *space, *special])
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    f"paper-{data}-{space}": {
+        "data": data,
+        "network": "wrn-28-10",
+        "space": space,
+        "batch": 256,
+        "epochs": 200,
+        "warmup": 5,
+    }
+    for data in ("cifar10", "cifar100")
+    for space in ("wl", "ra")
+}
+
+
+def with_augment_defaults(data: str, epochs: int | None = None, **given: Any) -> AugmentSettings:
+    """Settings for ``data``; what is None takes the default for that data and number of epochs."""
+    chosen = {name: value for name, value in given.items() if value is not None}
+    if epochs is not None:
+        # The paper's warm-up is a fortieth of its 200 epochs.
+        chosen = {"warmup": max(1, epochs // 40), "epochs": epochs} | chosen
+    # 8 x 8 pixels: a crop by one of them, nothing to cut out; and a mirrored digit is another or none.
+    small = {"network": "wrn-10-1", "epochs": 40, "batch": 250, "warmup": 1, "padding": 1, "flip": False, "cutout": 0}
+    defaults: dict[str, Any] = small if data == "digits" else {}
+    return AugmentSettings(data=data, **(defaults | chosen))
