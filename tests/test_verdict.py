@@ -141,3 +141,4 @@ def test_the_learner_warns_once_when_its_policy_collapses(caplog):
     run.train(3)
     assert run.reports[-1].collapsing
     assert caplog.text.count("the policy is collapsing") == 1
+    assert f"the largest has a share of {max(run.reports[-1].shares):.2f}" in caplog.text

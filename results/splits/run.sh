@@ -49,6 +49,11 @@ run study-optimizer-adam --optimizer adam --seeds 3
 run reading-cnn-bn-literal-all --network cnn-bn-literal --seeds 3
 run reading-cnn-bn-maxpool-all --network cnn-bn-maxpool --seeds 3
 
+# A variant of BatchNorm: statistics without gradient
+for layers in all linear; do
+  run "reading-cnn-bn-detached-$layers" --network cnn-bn-detached --layers $layers --seeds 3
+done
+
 for reward in nslr none oracle; do
   run "cnn-bn-$reward" --network cnn-bn --reward $reward --seeds 10
 done

@@ -26,7 +26,7 @@ from inloop.errors import UsageError, VerificationError
 from inloop.policies import Actions, Policy
 from inloop.randomness import default_generator
 from inloop.reinforce import Reinforce
-from inloop.report import StepReport, summarise_rewards
+from inloop.report import StepReport, describe_collapse, summarise_rewards
 from inloop.rewards import Normalisation, Reference, Reward, Step, as_reward, check_reference, held_out_reference
 from inloop.sampler import Sampler
 from inloop.step_checks import (
@@ -232,11 +232,7 @@ class InLoop:
             **payment,
         )
         if report.collapsing and not self._collapsing:
-            log.warning(
-                "step %d: the policy is collapsing to few sources; sources that are alike favour each other. Remedies: a floor, "
-                "share limits, interleave=True, a held-out reference",
-                self.num_steps,
-            )
+            log.warning("step %d: %s", self.num_steps, describe_collapse(report.shares))
         self._collapsing = report.collapsing
         return report
 

@@ -45,8 +45,13 @@ class StepReport:
     @property
     def collapsing(self) -> bool:
         """Whether a few sources have nearly everything; see :func:`is_collapsing`. False for policies that are no mixture."""
+        return is_collapsing(self.shares)
+
+    @property
+    def shares(self) -> list[float]:
+        """Of the sources, if the policy is a mixture or has one called "source"; else none."""
         p = self.probabilities.get("source") if isinstance(self.probabilities, dict) else self.probabilities
-        return isinstance(p, Tensor) and p.dim() == 1 and is_collapsing(p.tolist())
+        return p.tolist() if isinstance(p, Tensor) and p.dim() == 1 else []
 
 
 def effective_number(probabilities: Sequence[float]) -> float:
@@ -60,6 +65,14 @@ def is_collapsing(probabilities: Sequence[float]) -> bool:
     Of two choices one may well deserve everything; that is no collapse.
     """
     return len(probabilities) > 2 and effective_number(probabilities) < 1 + (len(probabilities) - 1) / 3
+
+
+def describe_collapse(probabilities: Sequence[float]) -> str:
+    return (
+        f"the policy is collapsing, to {effective_number(probabilities):.1f} effective sources of {len(probabilities)}; the largest has a "
+        f"share of {max(probabilities):.2f}. Sources that are alike favour each other. Remedies: a floor, share limits, interleaving with "
+        "plain steps, a held-out reference."
+    )
 
 
 def summarise_rewards(policy: Policy, draws: Sequence[Draw], rewards_N: Tensor) -> dict[str, Any]:

@@ -2,11 +2,38 @@
 
 from collections.abc import Sequence
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from inloop.errors import UsageError
 
-NETWORKS = ("fc", "fc-bn", "cnn-bn", "cnn-bn-literal", "cnn-bn-stride2", "cnn-bn-stride3", "cnn-bn-maxpool")
+NETWORKS = (
+    *(
+        "fc",
+        "fc-bn",
+        "cnn-bn",
+        "cnn-bn-literal",
+        "cnn-bn-stride2",
+        "cnn-bn-stride3",
+        "cnn-bn-maxpool",
+        "cnn-bn-detached",
+    ),
+)
+
+
+class DetachedBatchNorm(nn.BatchNorm2d):
+    """BatchNorm of one channel, without scale and shift, whose statistics count as constants in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__(1, affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(x)
+        with torch.no_grad():
+            super().forward(x)  # moves the running statistics
+            variance, mean = torch.var_mean(x, correction=0)
+        return (x - mean) / (variance + self.eps).sqrt()
 
 
 def make_network(name: str, shape: Sequence[int], num_classes: int) -> nn.Module:
@@ -33,14 +60,15 @@ def _cnn_bn(reading: str, channels: int, height: int, width: int, num_classes: i
 
     Read literally, a map of the image's own size feeds the linear layer: a thousand positive features, too steep for the
     paper's learning rate. ``cnn-bn`` averages the map over 2 x 2 pixels; the others shrink it in other ways, or not.
+    ``detached`` averages, too, and gradients do not flow through its batch statistics.
     """
     stride = {"stride2": 2, "stride3": 3}.get(reading, 1)
-    pool: dict[str, nn.Module] = {"": nn.AvgPool2d(2), "maxpool": nn.MaxPool2d(2)}
+    pool: dict[str, nn.Module] = {"": nn.AvgPool2d(2), "detached": nn.AvgPool2d(2), "maxpool": nn.MaxPool2d(2)}
     shrink = 2 if reading in pool else 1
     rows, columns = ((-(-side // stride)) // shrink for side in (height, width))
     return nn.Sequential(
         nn.Conv2d(channels, 1, 3, stride=stride, padding=1),
-        nn.BatchNorm2d(1),
+        DetachedBatchNorm() if reading == "detached" else nn.BatchNorm2d(1),
         nn.ReLU(),
         pool.get(reading, nn.Identity()),
         nn.Flatten(),

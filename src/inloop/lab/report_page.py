@@ -11,7 +11,7 @@ from inloop.lab.run_folder import write_atomically
 from inloop.lab.split_runs import SplitRun, experiments, read_runs
 from inloop.lab.split_settings import with_defaults
 from inloop.lab.summary import mean_and_interval, show_interval
-from inloop.report import effective_number, is_collapsing
+from inloop.report import describe_collapse, effective_number, is_collapsing
 
 # Table 1 of the paper: area of the noisy split and of the others, CIFAR-10, 10 seeds.
 PAPER = {
@@ -136,12 +136,8 @@ def _collapsed(run: SplitRun) -> bool:
 
 
 def _warning(run: SplitRun) -> str:
-    least = min(effective_number(result["epochs"][-1]["probabilities"]) for result in run.results)
-    return (
-        f'<p class="warning">{escape(run.name)}: the policy is collapsing, to {least:.1f} effective sources of '
-        f"{run.settings['sources']}. Sources that are alike favour each other. Remedies: a floor, share limits, interleaving with "
-        "plain steps, a held-out reference.</p>"
-    )
+    worst = min((result["epochs"][-1]["probabilities"] for result in run.results), key=effective_number)
+    return f'<p class="warning">{escape(run.name)}: {escape(describe_collapse(worst))}</p>'
 
 
 def _show(value: tuple[float, float] | None) -> str:
