@@ -9,13 +9,14 @@ A record is a dict of tensors; R operations follow each other on each of N examp
 Further entries are the policy's own. The examples of a batch are grouped by primitive, never gone through one by one.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from inloop.augment.registry import STRENGTHS, Operation, get_operation, operation_with_code
+from inloop.augment.registry import STRENGTHS, Arguments, Operation, get_operation, operation_with_code
 from inloop.augment.spaces import Space, get_space
 from inloop.errors import UsageError
 
@@ -37,70 +38,131 @@ def apply(images: Tensor, actions: Mapping[str, Any]) -> Tensor:
         raise UsageError(
             f"{len(operation_NR)} actions were given for {len(images)} images; there must be one for each."
         )
-    # Identities last, so that an image whose turn is an identity is finished.
-    order_NR = (operation_NR == 0).byte().argsort(dim=1, stable=True)
-    operation_NR, magnitude_NR = operation_NR.gather(1, order_NR), magnitude_NR.gather(1, order_NR)
-    center_NR2 = center_NR2.gather(1, order_NR.unsqueeze(2).expand(-1, -1, 2)) * _size(images)
-    rows, finished, finished_rows = torch.arange(len(images)), [], []
-    for turn in range(operation_NR.shape[1]):
-        operations, counts, order = _grouped(operation_NR[:, turn].index_select(0, rows))
-        rows = rows.index_select(0, order)
-        images = images.index_select(0, order.to(images.device))
-        if operations and operations[0].code == 0:
-            finished.append(images[: counts[0]])
-            finished_rows.append(rows[: counts[0]])
-            images, rows, operations, counts = images[counts[0] :], rows[counts[0] :], operations[1:], counts[1:]
-        if not operations:
-            break
-        magnitude_n = magnitude_NR[:, turn].index_select(0, rows).to(images.device)
-        center_n2 = center_NR2[:, turn].index_select(0, rows).to(images.device)
-        images = _apply_grouped(images, operations, counts, magnitude_n, center_n2)
-    back = torch.cat([*finished_rows, rows]).argsort().to(images.device)
-    return torch.cat([*finished, images]).index_select(0, back)
+    new = images.clone(memory_format=torch.contiguous_format)
+    if not bool(operation_NR.any()):
+        return new
+    with torch.inference_mode():  # an eighth faster, as nothing is noted for autograd
+        _take_all_turns(new, operation_NR, magnitude_NR, center_NR2)
+    return new
+
+
+def _take_all_turns(images: Tensor, operation_NR: Tensor, magnitude_NR: Tensor, center_NR2: Tensor) -> None:
+    """Do all operations, in place."""
+    plan = _plan(operation_NR)
+    row_E = plan.row_E.to(images.device)
+    magnitude_E = magnitude_NR[plan.row_E, plan.place_E].to(images.device)
+    center_E2 = (center_NR2[plan.row_E, plan.place_E] * _size(images)).to(images.device)
+    prepared = _prepare_at_once(images, plan, magnitude_E, center_E2)
+    for turn in plan.turns:
+        now = images.index_select(0, row_E[turn.entries])
+        done = _take_turn(now, turn, prepared, magnitude_E[turn.entries], center_E2[turn.entries])
+        _words(images).index_copy_(0, row_E[turn.entries], _words(torch.cat(done)))
+
+
+def _words(images: Tensor) -> Tensor:
+    """A view of each image as a row of 8 byte words, if it fits: rows are copied word by word."""
+    rows = images.view(len(images), -1)
+    return rows.view(torch.int64) if rows.shape[1] * rows.element_size() % 8 == 0 else rows
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """The operations that are done at once, one to each of some images: how many to do of each, those of a primitive together."""
+
+    entries: slice
+    operations: list[Operation]
+    counts: list[int]
+    starts: list[int]  # how many of the same operation were done in earlier turns
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """All that is to be done: E entries, by turn, then by primitive, then by operation.
+
+    Attributes:
+        place_E: At which of an image's R places the entry stands.
+        operations: All that occur.
+        totals: How many entries each has.
+        by_operation_E: The entries in the order of their operations.
+    """
+
+    row_E: Tensor
+    place_E: Tensor
+    operations: list[Operation]
+    totals: list[int]
+    by_operation_E: Tensor
+    turns: list[_Turn]
+
+
+def _plan(operation_NR: Tensor) -> _Plan:
+    """An image's n-th operation that is no identity is done in turn n."""
+    turn_NR = (operation_NR != 0).cumsum(dim=1) - 1
+    row_E, place_E = operation_NR.nonzero(as_tuple=True)
+    codes, which_E = torch.unique(operation_NR[row_E, place_E], return_inverse=True)
+    found = [operation_with_code(code) for code in codes.tolist()]
+    primitives = list(dict.fromkeys(operation.primitive for operation in found))
+    sequence = sorted(range(len(found)), key=lambda i: primitives.index(found[i].primitive))
+    operations = [found[i] for i in sequence]
+    rank_E = torch.tensor(sequence, dtype=torch.long).argsort()[which_E]
+    key_E = turn_NR[row_E, place_E] * len(operations) + rank_E
+    key_E, order_E = key_E.sort(stable=True)
+    row_E, place_E, rank_E = row_E[order_E], place_E[order_E], rank_E[order_E]
+    num_turns = int(key_E[-1]) // len(operations) + 1
+    count_TA = torch.bincount(key_E, minlength=num_turns * len(operations)).view(num_turns, -1)
+    start_TA = (count_TA.cumsum(dim=0) - count_TA).tolist()
+    turns, first = [], 0
+    for counts, starts in zip(count_TA.tolist(), start_TA, strict=True):
+        present = [a for a, count in enumerate(counts) if count]
+        entries = slice(first, first := first + sum(counts))
+        turns.append(
+            _Turn(entries, [operations[a] for a in present], [counts[a] for a in present], [starts[a] for a in present])
+        )
+    return _Plan(row_E, place_E, operations, count_TA.sum(dim=0).tolist(), rank_E.argsort(stable=True), turns)
+
+
+def _prepare_at_once(images: Tensor, plan: _Plan, magnitude_E: Tensor, center_E2: Tensor) -> dict[str, Arguments]:
+    """For operations that need not look at the pixels: the arguments of all their entries."""
+    order = plan.by_operation_E.to(images.device)
+    parts = [torch.split(part.index_select(0, order), plan.totals) for part in (magnitude_E, center_E2)]
+    prepared = {}
+    for operation, *part in zip(plan.operations, *parts, strict=True):
+        check_examples(images, operation)
+        if not operation.looks:
+            prepared[operation.name] = operation.prepared(images, *part)
+    return prepared
+
+
+def _take_turn(
+    images: Tensor, turn: _Turn, prepared: dict[str, Arguments], magnitude_n: Tensor, center_n2: Tensor
+) -> list[Tensor]:
+    """Do its first operation to the first so many images, and so on: prepared by operation, done by primitive."""
+    groups: list[tuple[Callable[..., Tensor], int, list[Arguments]]] = []
+    parts = zip(*(torch.split(part, turn.counts) for part in (images, magnitude_n, center_n2)), strict=True)
+    for operation, count, start, part in zip(turn.operations, turn.counts, turn.starts, parts, strict=True):
+        if operation.looks:
+            arguments = operation.prepared(*part)
+        else:
+            arguments = tuple(argument[start : start + count] for argument in prepared[operation.name])
+        if groups and groups[-1][0] is operation.primitive:
+            primitive, size, columns = groups.pop()
+            groups.append((primitive, size + count, [*columns, arguments]))
+        else:
+            groups.append((operation.primitive, count, [arguments]))
+    sizes = [size for _, size, _ in groups]
+    return [
+        primitive(examples, *(_joined(column) for column in zip(*columns, strict=True)))
+        for examples, (primitive, _, columns) in zip(torch.split(images, sizes), groups, strict=True)
+    ]
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _size(images: Tensor) -> Tensor:
     """Width and height, of images; 1 for what has none."""
     sides = images.shape[:1:-1] if images.ndim == 4 else (1, 1)
     return torch.tensor(sides, dtype=torch.float64)
-
-
-def _grouped(code_n: Tensor) -> tuple[list[Operation], list[int], Tensor]:
-    """The operations among some codes, how many of each, and the order that sorts them so.
-
-    The identity comes first, then those of one primitive side by side.
-    """
-    codes, which_n, counts = torch.unique(code_n, return_inverse=True, return_counts=True)
-    operations = [operation_with_code(code) for code in codes.tolist()]
-    primitives = list(dict.fromkeys(operation.primitive for operation in operations))
-    place = sorted(
-        range(len(operations)), key=lambda i: (operations[i].code != 0, primitives.index(operations[i].primitive))
-    )
-    order = torch.tensor(place, dtype=torch.long).argsort()[which_n].argsort()
-    number = counts.tolist()
-    return [operations[i] for i in place], [number[i] for i in place], order
-
-
-def _apply_grouped(
-    images: Tensor, operations: list[Operation], counts: list[int], magnitude_n: Tensor, center_n2: Tensor
-) -> Tensor:
-    """Do the first operation to the first so many images, and so on: prepared by operation, then done by primitive."""
-    prepared: list[tuple[Callable[..., Tensor], list[Tensor], list[tuple[Tensor, ...]]]] = []
-    parts = zip(operations, *(torch.split(part, counts) for part in (images, magnitude_n, center_n2)), strict=True)
-    for operation, examples, magnitudes, centers in parts:
-        check_examples(examples, operation)
-        arguments = operation.prepare(examples, magnitudes, centers)
-        if not prepared or prepared[-1][0] is not operation.primitive:
-            prepared.append((operation.primitive, [], []))
-        prepared[-1][1].append(examples)
-        prepared[-1][2].append(arguments if isinstance(arguments, tuple) else (arguments,))
-    done, start = [], 0
-    for primitive, examples_of, arguments_of in prepared:
-        count = sum(map(len, examples_of))
-        together = [torch.cat(columns) for columns in zip(*arguments_of, strict=True)]
-        done.append(primitive(images[start : start + count], *together))
-        start += count
-    return torch.cat(done)
 
 
 def apply_operation(
@@ -144,8 +206,8 @@ def apply_operation(
         center_N2 = torch.rand(n, 2, dtype=torch.float64, generator=generator) * _size(images)
     if center_N2.shape != (n, 2):
         raise UsageError(f"center_N2 has shape {list(center_N2.shape)}; give (x, y) in pixels for each of {n} images.")
-    arguments = operation.prepare(images, magnitude_N, center_N2.to(images.device, torch.float64))
-    return operation.primitive(images, *(arguments if isinstance(arguments, tuple) else (arguments,))).clone()
+    arguments = operation.prepared(images, magnitude_N, center_N2.to(images.device, torch.float64))
+    return operation.primitive(images, *arguments).clone()
 
 
 def draw_signs(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:

@@ -11,7 +11,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from inloop.augment.primitives import affine, blend, erase, grey, histogram, lookup, replace, window_sum
+from inloop.augment.primitives import affine, blend, erase, grey, histogram, lookup, replace, ring_sum, window_sum
 from inloop.augment.registry import operation
 
 
@@ -47,59 +47,59 @@ def posterize(images: Tensor, bits_N: Tensor, center_N2: Tensor) -> Tensor:
 
 @operation(lookup)
 def invert(images: Tensor, magnitude_N: Tensor, center_N2: Tensor) -> Tensor:
-    return _same_for_all_channels(images, (255 - _values(images)).expand(len(images), -1))
+    return _same_for_all_channels(images, (255 - _values(images)).expand(len(magnitude_N), -1))
 
 
-@operation(lookup)
+@operation(lookup, looks=True)
 def auto_contrast(images: Tensor, magnitude_N: Tensor, center_N2: Tensor) -> Tensor:
     """Each channel stretched to 0..255."""
     pixels = images.flatten(2)
     low, high = pixels.amin(dim=2, keepdim=True).double(), pixels.amax(dim=2, keepdim=True).double()
     scale = torch.full_like(high, 255.0) / (high - low)  # a number divided by a tensor would be rounded twice
     i = _values(images)
-    stretched = (i * scale + -low * scale).clamp(0, 255)
+    stretched = (i * scale).add_(-low * scale).clamp_(0, 255)
     return torch.where(high > low, stretched, i).to(torch.uint8)
 
 
-@operation(lookup)
+@operation(lookup, looks=True)
 def equalize(images: Tensor, magnitude_N: Tensor, center_N2: Tensor) -> Tensor:
     """Each channel's values spread so that all occur about equally often."""
     counts = histogram(images)
     brightest = images.flatten(2).amax(dim=2, keepdim=True).long()
-    step = (images[0, 0].numel() - counts.gather(2, brightest)) // 255
-    below = counts.cumsum(dim=2) - counts
-    spread = ((step // 2 + below) // step.clamp_min(1)).clamp(max=255)
+    step = ((images[0, 0].numel() - counts.gather(2, brightest)) / 255).floor_()
+    below = counts.cumsum(dim=2).sub_(counts)
+    spread = below.add_((step / 2).floor_()).div_(step).clamp_(max=255)
     return torch.where(step > 0, spread, _values(images)).to(torch.uint8)
 
 
 # ------------------------------------------------------------------ blends
 
 
-@operation(blend)
+@operation(blend, looks=True)
 def brightness(images: Tensor, factor_N: Tensor, center_N2: Tensor) -> tuple[Tensor, Tensor]:
     return torch.zeros_like(images), factor_N
 
 
-@operation(blend)
+@operation(blend, looks=True)
 def color(images: Tensor, factor_N: Tensor, center_N2: Tensor) -> tuple[Tensor, Tensor]:
     return grey(images).to(torch.uint8).expand_as(images), factor_N
 
 
-@operation(blend)
+@operation(blend, looks=True)
 def contrast(images: Tensor, factor_N: Tensor, center_N2: Tensor) -> tuple[Tensor, Tensor]:
     luma = grey(images).flatten(1)
     mean_N = (luma.sum(dim=1, dtype=torch.float64) / luma.shape[1] + 0.5).to(torch.uint8)
     return mean_N.view(-1, 1, 1, 1).expand_as(images), factor_N
 
 
-@operation(blend)
+@operation(blend, looks=True)
 def sharpness(images: Tensor, factor_N: Tensor, center_N2: Tensor) -> tuple[Tensor, Tensor]:
     """Against the image smoothed by (1 1 1, 1 5 1, 1 1 1) / 13. The border, where that does not fit, stays."""
     smooth = images.clone()
     if min(images.shape[2:]) >= 3:
-        weighted = window_sum(images, 3).add_(images[:, :, 1:-1, 1:-1], alpha=4)
-        # Sums of 13ths are never near a half, so any float rounds them right.
-        smooth[:, :, 1:-1, 1:-1] = (weighted.to(torch.float32) / 13 + 0.5).to(torch.uint8)
+        weighted = window_sum(images).add_(images[:, :, 1:-1, 1:-1], alpha=4)
+        # Sums of 13ths are never near a half, so float32 rounds them right.
+        smooth[:, :, 1:-1, 1:-1] = weighted.to(torch.float32).div_(13).add_(0.5)
     return smooth, factor_N
 
 
@@ -107,12 +107,12 @@ def sharpness(images: Tensor, factor_N: Tensor, center_N2: Tensor) -> tuple[Tens
 
 
 def _matrix(like_N: Tensor, **entries: Tensor | float) -> Tensor:
-    """[N, 6]: the identity but for the named entries a..f."""
+    """[N, 2, 3]: the identity but for the named entries of a b c, d e f."""
     matrix_N6 = like_N.new_zeros(len(like_N), 6)
     matrix_N6[:, ::4] = 1  # a and e
     for name, entry in entries.items():
         matrix_N6[:, "abcdef".index(name)] = entry
-    return matrix_N6
+    return matrix_N6.view(-1, 2, 3)
 
 
 @operation(affine, signed=True)
@@ -125,7 +125,7 @@ def rotate(images: Tensor, degrees_N: Tensor, center_N2: Tensor) -> Tensor:
     x, y = images.shape[3] / 2, images.shape[2] / 2
     c_N = cosine_N * -x + sine_N * -y + x
     f_N = -sine_N * -x + cosine_N * -y + y
-    return torch.stack([cosine_N, sine_N, c_N, -sine_N, cosine_N, f_N], dim=1)
+    return torch.stack([cosine_N, sine_N, c_N, -sine_N, cosine_N, f_N], dim=1).view(-1, 2, 3)
 
 
 @lru_cache(maxsize=1024)
@@ -169,13 +169,12 @@ def flip_ud(images: Tensor, magnitude_N: Tensor, center_N2: Tensor) -> Tensor:
 # ------------------------------------------------------------------ filter, box, nothing
 
 
-@operation(replace)
+@operation(replace, looks=True)
 def blur(images: Tensor, magnitude_N: Tensor, center_N2: Tensor) -> Tensor:
     """The mean of the 16 pixels at distance two. The border, where that does not fit, stays."""
     blurred = images.clone()
     if min(images.shape[2:]) >= 5:
-        ring = window_sum(images, 5) - window_sum(images[:, :, 1:-1, 1:-1], 3)
-        blurred[:, :, 2:-2, 2:-2] = ((ring + 8) >> 4).to(torch.uint8)
+        blurred[:, :, 2:-2, 2:-2] = ring_sum(images).add_(8).bitwise_right_shift_(4)
     return blurred
 
 
@@ -187,14 +186,14 @@ def cutout(images: Tensor, share_N: Tensor, center_N2: Tensor) -> tuple[Tensor, 
     the image, at the others it is cut. A side of 0 is no box.
     """
     side_N = (share_N * images.shape[3] + 1e-9).floor()
-    return _moved_box(side_N, side_N, center_N2), _colour(images, (0, 0, 0))
+    return _moved_box(side_N, side_N, center_N2), _colour(share_N, (0, 0, 0))
 
 
 @operation(erase)
 def cutout_grey(images: Tensor, share_N: Tensor, center_N2: Tensor) -> tuple[Tensor, Tensor]:
     """As Fast AutoAugment has it: the same in grey, and the side is not rounded before the box is placed."""
     side_N = share_N * images.shape[3]
-    return _moved_box(side_N, (side_N + 1e-9).floor(), center_N2), _colour(images, (125, 123, 114))
+    return _moved_box(side_N, (side_N + 1e-9).floor(), center_N2), _colour(share_N, (125, 123, 114))
 
 
 @operation(erase)
@@ -202,7 +201,7 @@ def cutout_centered(images: Tensor, share_N: Tensor, center_N2: Tensor) -> tuple
     """As PBA has it: a grey box of an even side around a pixel, cut at all edges."""
     reach_N1 = (share_N * images.shape[3] / 2 + 1e-9).floor().unsqueeze(1)
     pixel_N2 = center_N2.floor()
-    return torch.cat([pixel_N2 - reach_N1, pixel_N2 + reach_N1 - 1], dim=1), _colour(images, (125, 122, 113))
+    return torch.cat([pixel_N2 - reach_N1, pixel_N2 + reach_N1 - 1], dim=1), _colour(share_N, (125, 122, 113))
 
 
 def _moved_box(side_N: Tensor, whole_side_N: Tensor, center_N2: Tensor) -> Tensor:
@@ -210,10 +209,10 @@ def _moved_box(side_N: Tensor, whole_side_N: Tensor, center_N2: Tensor) -> Tenso
     return torch.cat([start_N2, torch.where(side_N.unsqueeze(1) > 0, start_N2 + whole_side_N.unsqueeze(1), -1)], dim=1)
 
 
-def _colour(images: Tensor, colour: tuple[int, int, int]) -> Tensor:
-    return torch.tensor(colour, dtype=torch.uint8, device=images.device).expand(len(images), -1)
+def _colour(like_N: Tensor, colour: tuple[int, int, int]) -> Tensor:
+    return torch.tensor(colour, dtype=torch.uint8, device=like_N.device).expand(len(like_N), -1)
 
 
-@operation(replace)
+@operation(replace, looks=True)
 def identity(images: Tensor, magnitude_N: Tensor, center_N2: Tensor) -> Tensor:
     return images

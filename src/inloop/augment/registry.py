@@ -15,6 +15,7 @@ from inloop.augment.primitives import replace
 from inloop.errors import UsageError
 
 STRENGTHS = 31  # 0..30
+Arguments = tuple[Tensor, ...]
 Prepare = Callable[[Tensor, Tensor, Tensor], "Tensor | tuple[Tensor, ...]"]
 
 
@@ -26,6 +27,7 @@ class Operation:
         primitive: ``primitive(examples, *prepared)`` gives the new examples. Operations with the same one run together.
         prepare: ``prepare(examples, magnitude_N, center_N2)`` gives the primitive's other arguments, first axis N.
         signed: Whether the magnitude gets a random sign.
+        looks: Whether ``prepare`` looks at the examples, or only at their shape.
         magnitudes: Of the 31 strengths, for spaces that do not say otherwise; None if it has none of its own.
         builtin: Whether it is one of ours, which work on uint8 images [N, C, H, W].
     """
@@ -34,8 +36,14 @@ class Operation:
     primitive: Callable[..., Tensor]
     prepare: Prepare
     signed: bool = False
+    looks: bool = True
     magnitudes: tuple[float, ...] | None = None
     builtin: bool = True
+
+    def prepared(self, examples: Tensor, magnitude_N: Tensor, center_N2: Tensor) -> Arguments:
+        """What stands after ``examples`` in the call of the primitive."""
+        arguments = self.prepare(examples, magnitude_N, center_N2)
+        return arguments if isinstance(arguments, tuple) else (arguments,)
 
     @property
     def code(self) -> int:
@@ -58,11 +66,13 @@ def add_operation(operation: Operation) -> None:
     _operations[operation.name] = operation
 
 
-def operation(primitive: Callable[..., Tensor], signed: bool = False) -> Callable[[Prepare], Prepare]:
+def operation(
+    primitive: Callable[..., Tensor], signed: bool = False, looks: bool = False
+) -> Callable[[Prepare], Prepare]:
     """Decorates what prepares an operation of ours, which takes its name."""
 
     def add(prepare: Prepare) -> Prepare:
-        add_operation(Operation(prepare.__name__, primitive, prepare, signed))
+        add_operation(Operation(prepare.__name__, primitive, prepare, signed, looks))
         return prepare
 
     return add
@@ -118,7 +128,7 @@ def register_operation(
     def prepare(examples: Tensor, magnitude_N: Tensor, center_N2: Tensor) -> Tensor:
         return _checked(name, function(examples, magnitude_N), examples)
 
-    add_operation(Operation(name, replace, prepare, signed, steps, builtin=False))
+    add_operation(Operation(name, replace, prepare, signed, magnitudes=steps, builtin=False))
 
 
 def _checked(name: str, new: Tensor, old: Tensor) -> Tensor:

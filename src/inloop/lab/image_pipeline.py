@@ -39,12 +39,12 @@ class StandardPipeline:
 
 
 def crop_and_flip(shift_N2: Tensor, mirrored_N: Tensor, width: int) -> Tensor:
-    """The matrix [N, 6] that moves images by (x, y) pixels, then mirrors some of them."""
+    """The matrix [N, 2, 3] that moves images by (x, y) pixels, then mirrors some of them."""
     x_N, y_N = shift_N2.double().unbind(dim=1)
     one = torch.ones_like(x_N)
     a_N = torch.where(mirrored_N, -1.0, one)
     c_N = torch.where(mirrored_N, width + x_N, x_N)
-    return torch.stack([a_N, 0 * one, c_N, 0 * one, one, y_N], dim=1)
+    return torch.stack([a_N, 0 * one, c_N, 0 * one, one, y_N], dim=1).view(-1, 2, 3)
 
 
 def normalise_images(images: Tensor) -> Tensor:
