@@ -7,7 +7,7 @@ import json
 import re
 from pathlib import Path
 
-from inloop.lab.report_page import PAPER
+from inloop.lab.split_report import PAPER
 from inloop.lab.summary import mean_and_interval, show_interval
 
 HERE = Path(__file__).parent

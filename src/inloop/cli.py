@@ -102,6 +102,9 @@ def _add_augment(experiments: "argparse._SubParsersAction[argparse.ArgumentParse
         action=argparse.BooleanOptionalAction,
         help="ola: every second step without operations; default: yes",
     )
+    augment.add_argument(
+        "--reference", choices=("next", "heldout"), help="ola: what its steps are judged by; default: next"
+    )
     augment.add_argument("--ra-operations", type=int, help="ra: its N; default: 2")
     augment.add_argument("--ra-strength", type=int, help="ra: its M, of 0..30; default: 14")
     _add_run_options(augment, seeds=5)
@@ -133,6 +136,7 @@ def _run_augment(options: argparse.Namespace) -> int:
     data = load_data(settings.data)
     out = options.out or Path("runs") / settings.folder_name()
     folder = RunFolder(out, "augment", settings.as_dict() | {"data_digest": data.digest()}, options.restart)
+    folder.keep_samples(data.train_x[:8])
     with RunDisplay(f"{settings.network} {settings.augment}", options.seeds, settings.epochs) as display:
         results = [
             train_to_end(lambda seed=seed: AugmentExperiment(settings, data, seed), folder.seed(seed), display.show)  # type: ignore[misc]

@@ -27,6 +27,8 @@ class AugmentSettings:
         padding: Of the random crop.
         cutout: Side of Cutout, 0 for none.
         interleave: Whether every second step of ola is without operations; such steps are what the others are judged by.
+        reference: What ola's steps are judged by: "next" (the next step) or "heldout" (a tenth of the training images, which are
+            then not trained on; a batch of them for each paid step).
         accumulate: Paid steps of ola for each update of its policy.
         policy_learning_rate: Of ola's Adam.
         start: Epochs before ola's policy first moves.
@@ -51,6 +53,7 @@ class AugmentSettings:
     flip: bool = True
     cutout: int = 16
     interleave: bool = True
+    reference: Literal["next", "heldout"] = "next"
     accumulate: int = 1
     policy_learning_rate: float = 0.1
     start: int = 0
@@ -63,6 +66,7 @@ class AugmentSettings:
             "augment": get_args(AugmentName),
             "space": tuple(SPACES),
             "layers": ("all", "linear"),
+            "reference": ("next", "heldout"),
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:

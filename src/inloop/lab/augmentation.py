@@ -48,6 +48,8 @@ class AugmentExperiment:
         self.space = space or settings.space
         torch.manual_seed(seed)
         self.train, self.judged_by = choose_images(data, settings)
+        if settings.augment == "ola" and settings.reference == "heldout":
+            self.train, self.held_out = hold_out(self.train)
         self.steps_per_epoch = max(1, len(self.train[0]) // settings.batch)
         self.model = make_wide_resnet(settings.network, data.train_x.shape[1], data.num_classes)
         self.optimizer = torch.optim.SGD(
@@ -59,7 +61,8 @@ class AugmentExperiment:
         )
         self.pipeline = StandardPipeline(settings.padding, settings.flip, settings.cutout)
         # Order and crops have generators of their own: so they are the same for every way to augment.
-        self.order, self.crops, self.choices = (torch.Generator().manual_seed(seed + 1000 * k) for k in (1, 2, 3))
+        self.generators = [torch.Generator().manual_seed(seed + 1000 * k) for k in range(1, 5)]
+        self.order, self.crops, self.choices, self.references = self.generators
         self.fixed = make_fixed(settings, self.space, data.train_x.shape[3])
         self.learner = self._make_learner() if settings.augment == "ola" else None
         self.epochs: list[dict[str, Any]] = []
@@ -73,10 +76,17 @@ class AugmentExperiment:
             interleave=settings.interleave,
             accumulate=settings.accumulate,
             policy_optimizer=torch.optim.Adam(policy.parameters(), lr=settings.policy_learning_rate),
+            reference=self.held_out_loss if settings.reference == "heldout" else "next",
             start_after=settings.start * self.steps_per_epoch,
             layers=(lambda name, module: isinstance(module, nn.Linear)) if settings.layers == "linear" else None,
             generator=self.choices,
         )
+
+    def held_out_loss(self) -> Tensor:
+        """On a batch of images that are not trained on, cropped and flipped as in plain steps."""
+        images, labels = self.held_out
+        rows = torch.randint(len(images), (self.settings.batch,), generator=self.references)
+        return F.cross_entropy(self.model(self.pipeline(images[rows], self.references)), labels[rows])
 
     @property
     def policy(self) -> AugmentPolicy | None:
@@ -165,7 +175,7 @@ class AugmentExperiment:
             "optimizer": self.optimizer.state_dict(),
             # Without the step that waits to be paid: of a large network its tape is too large.
             "learner": None if self.learner is None else self.learner.state_dict(),
-            "generators": [g.get_state() for g in (self.order, self.crops, self.choices)],
+            "generators": [generator.get_state() for generator in self.generators],
             "torch": torch.get_rng_state(),
         }
 
@@ -174,7 +184,7 @@ class AugmentExperiment:
         self.optimizer.load_state_dict(state["optimizer"])
         if self.learner is not None:
             self.learner.load_state_dict(state["learner"])
-        for generator, saved in zip((self.order, self.crops, self.choices), state["generators"], strict=True):
+        for generator, saved in zip(self.generators, state["generators"], strict=True):
             generator.set_state(saved)
         torch.set_rng_state(state["torch"])
 
@@ -205,6 +215,13 @@ def choose_images(data: ImageData, settings: AugmentSettings) -> tuple[tuple[Ten
     used, held = order[:wanted], order[num_images - settings.validation :]
     test = (data.train_x[held], data.train_y[held]) if settings.validation else (data.test_x, data.test_y)
     return (data.train_x[used], data.train_y[used]), test
+
+
+def hold_out(images: tuple[Tensor, Tensor]) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Without the last tenth, and that tenth."""
+    x, y = images
+    size = max(1, len(x) // 10)
+    return (x[:-size], y[:-size]), (x[-size:], y[-size:])
 
 
 def make_fixed(settings: AugmentSettings, space: str | Space, width: int) -> Any:

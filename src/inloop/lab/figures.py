@@ -8,13 +8,14 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from inloop.lab.split_runs import SplitRun
+from inloop.lab.finished_runs import FinishedRun
+from inloop.lab.noise import NOISY_SPLIT
 
 NOISY_COLOUR, OTHER_COLOUR = "#c1272d", "#0b6e99"
 _REWARD_COLOURS = {"gar": "#0b6e99", "nslr": "#b8860b", "none": "#777777", "oracle": "#3a7d44"}
 
 
-def figure_2(runs: Sequence[SplitRun]) -> Figure:
+def figure_2(runs: Sequence[FinishedRun]) -> Figure:
     """Split probabilities over epochs for NSLR and GAR, with a band over seeds, and training losses; of one network."""
     by_reward = {run.settings["reward"]: run for run in runs}
     learned = [reward for reward in ("nslr", "gar") if reward in by_reward]
@@ -26,11 +27,11 @@ def figure_2(runs: Sequence[SplitRun]) -> Figure:
     return figure
 
 
-def _probabilities(axis: Axes, run: SplitRun, title: str) -> None:
+def _probabilities(axis: Axes, run: FinishedRun, title: str) -> None:
     p_SEK = np.array([[epoch["probabilities"] for epoch in result["epochs"]] for result in run.results])
     epochs = np.arange(1, p_SEK.shape[1] + 1)
     for source in range(p_SEK.shape[2]):
-        noisy = source == run.noisy
+        noisy = source == NOISY_SPLIT and run.settings["noise"] != "none"
         colour = NOISY_COLOUR if noisy else OTHER_COLOUR
         mean_E, std_E = p_SEK[:, :, source].mean(axis=0), p_SEK[:, :, source].std(axis=0)
         label = "noisy split" if noisy else "other splits" if source == p_SEK.shape[2] - 1 else None
@@ -43,7 +44,7 @@ def _probabilities(axis: Axes, run: SplitRun, title: str) -> None:
     axis.legend(frameon=False, loc="lower left")
 
 
-def _losses(axis: Axes, by_reward: dict[str, SplitRun]) -> None:
+def _losses(axis: Axes, by_reward: dict[str, FinishedRun]) -> None:
     for reward, run in by_reward.items():
         loss_SE = np.array([[epoch["loss"] for epoch in result["epochs"]] for result in run.results])
         axis.plot(np.arange(1, loss_SE.shape[1] + 1), loss_SE.mean(axis=0), color=_REWARD_COLOURS[reward], label=reward)

@@ -1,6 +1,7 @@
 """A folder that a run writes to as it goes, such that it can be killed at any moment and continued.
 
 settings.json          what the run is; another run is refused
+samples.npz            a few training images, for augmentation runs
 seed-0/epochs.jsonl    a line for each finished epoch
 seed-0/checkpoint.pt   everything that continuing needs, as of the last finished epoch
 seed-0/result.json     only when the seed is finished
@@ -13,7 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from inloop.errors import InloopError
 
@@ -59,6 +62,10 @@ class RunFolder:
             raise RunFolderError(
                 f"{self.path} belongs to another run ({what}). Fix: name another folder with --out, or --restart to begin anew."
             )
+
+    def keep_samples(self, images: Tensor) -> None:
+        """A few images, to show in the report what was done to them."""
+        write_atomically(self.path / "samples.npz", lambda file: np.savez_compressed(file, images=images.numpy()))
 
     def seed(self, seed: int) -> "SeedFolder":
         return SeedFolder(self.path / f"seed-{seed}")
