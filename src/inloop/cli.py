@@ -122,7 +122,7 @@ def _run_augment(options: argparse.Namespace) -> int:
     from dataclasses import fields
 
     from inloop.lab.augment_settings import PRESETS, AugmentSettings, with_augment_defaults
-    from inloop.lab.augmentation import AugmentExperiment
+    from inloop.lab.augmentation import AugmentExperiment, choose_images
     from inloop.lab.datasets import load_data
     from inloop.lab.display import RunDisplay, print_augment
     from inloop.lab.run_folder import RunFolder
@@ -134,6 +134,7 @@ def _run_augment(options: argparse.Namespace) -> int:
     chosen = PRESETS.get(options.preset, {}) | {name: value for name, value in given.items() if value is not None}
     settings = with_augment_defaults(**({"data": "digits"} | chosen))
     data = load_data(settings.data)
+    choose_images(data, settings)  # refuses what does not fit before anything is written
     out = options.out or Path("runs") / settings.folder_name()
     folder = RunFolder(out, "augment", settings.as_dict() | {"data_digest": data.digest()}, options.restart)
     folder.keep_samples(data.train_x[:8])

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -26,7 +27,10 @@ def policy_over_time(results: Sequence[dict[str, Any]]) -> Figure:
     epochs = len(keep_EA)
     figure = Figure(figsize=(13, 1.4 + 0.24 * len(operations)), layout="constrained")
     axes = figure.subplots(1, 3, width_ratios=(5, 5, 3))
-    panels = (("kept with probability", keep_EA, 0, 1, "viridis"), ("mean strength", strength_EA, 0, 30, "magma"))
+    panels = (
+        ("kept with probability", keep_EA, 0, 1, "viridis"),
+        ("mean strength of 0..30", strength_EA, 5, 25, "coolwarm"),
+    )
     for axis, (title, values_EA, low, high, colours) in zip(axes, panels, strict=False):
         image = axis.imshow(
             values_EA.T,
@@ -71,7 +75,7 @@ def sample_sheets(result: dict[str, Any], space: Space, images: Tensor, most: in
         return None
     figure = Figure(figsize=(13, 0.5 + 13 / (len(chosen) * draws + 1) * len(images)), layout="constrained")
     axes = figure.subplots(1, len(chosen) + 1, width_ratios=[1] + [draws] * len(chosen))
-    _show(axes[0], "as they are", images.unsqueeze(1))
+    _show(axes[0], "raw", images.unsqueeze(1))
     for axis, epoch in zip(axes[1:], chosen, strict=True):
         actions = policy_at(epoch, space).sample(len(images) * draws, torch.Generator().manual_seed(0))
         augmented = apply(images.repeat_interleave(draws, dim=0), actions)
@@ -90,9 +94,10 @@ def policy_at(epoch: dict[str, Any], space: Space) -> AugmentPolicy:
 
 
 def _show(axis: Any, title: str, images_RC: Tensor) -> None:
-    """Images in rows and columns as one."""
-    rows, columns, channels, height, width = images_RC.shape
-    sheet = images_RC.permute(0, 3, 1, 4, 2).reshape(rows * height, columns * width, channels).numpy()
+    """Images in rows and columns as one, with thin white lines between."""
+    framed = F.pad(images_RC, (0, 1, 0, 1), value=255)
+    rows, columns, channels, height, width = framed.shape
+    sheet = framed.permute(0, 3, 1, 4, 2).reshape(rows * height, columns * width, channels).numpy()
     axis.imshow(sheet if channels == 3 else sheet[..., 0], cmap="gray", vmin=0, vmax=255, interpolation="nearest")
     axis.set_title(title, fontsize=10)
     axis.axis("off")

@@ -158,7 +158,7 @@ def _details(runs: Sequence[FinishedRun]) -> str:
     head = ["augmentation", "options", "accuracy", "against none", "against ua", "seeds", "seconds an epoch"]
     text = (
         "Differences are paired: the same seed has the same initial network, the same order of images and the same crops. Seconds: the median "
-        "over epochs, on whatever else the machine did."
+        "over epochs; other work may have shared the machine."
     )
     return html_table(head, rows) + note(text)
 

@@ -110,19 +110,24 @@ class AugmentExperiment:
         rows = torch.randperm(len(images), generator=self.order)
         for step in range(self.steps_per_epoch):
             chosen = rows[step * self.settings.batch : (step + 1) * self.settings.batch]
-            x = self.pipeline(self.augmented(images[chosen]), self.crops)
-            for group in self.optimizer.param_groups:
-                group["lr"] = learning_rate(self.settings, len(self.epochs) + step / self.steps_per_epoch)
-            loss = F.cross_entropy(self.model(x), labels[chosen])
-            loss.backward()  # type: ignore[no-untyped-call]
-            if self.learner is not None:
-                self.learner.step(loss)
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            losses.append(loss.item())
+            now = len(self.epochs) + step / self.steps_per_epoch
+            losses.append(self.train_step(images[chosen], labels[chosen], learning_rate(self.settings, now)))
         epoch: dict[str, Any] = {"epoch": len(self.epochs) + 1, "loss": sum(losses) / len(losses)}
         self.epochs.append(epoch | {"seconds": time.perf_counter() - started} | self._policy_record())
+
+    def train_step(self, images: Tensor, labels: Tensor, rate: float) -> float:
+        """Augment, forward, backward, pay the step before, clip, update; returns the loss."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        x = self.pipeline(self.augmented(images), self.crops)
+        loss = F.cross_entropy(self.model(x), labels)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if self.learner is not None:
+            self.learner.step(loss)
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
 
     def _policy_record(self) -> dict[str, Any]:
         """The learned policy after this epoch: keep probabilities, mean strengths, numbers; now and then all strengths."""
