@@ -32,27 +32,29 @@ def cutout(image, share, center):
     return image
 
 
-def pillow_operation(image: Image.Image, name: str, v: float, center=(0.0, 0.0)) -> Image.Image:
-    """``v`` is the magnitude: degrees, pixels, bits, a factor."""
-    operations = {
-        "identity": lambda: image,
-        "auto_contrast": lambda: ImageOps.autocontrast(image),
-        "equalize": lambda: ImageOps.equalize(image),
-        "invert": lambda: ImageOps.invert(image),
-        "solarize": lambda: ImageOps.solarize(image, int(v)),
-        "posterize": lambda: ImageOps.posterize(image, int(v)),
-        "color": lambda: ImageEnhance.Color(image).enhance(v),
-        "contrast": lambda: ImageEnhance.Contrast(image).enhance(v),
-        "brightness": lambda: ImageEnhance.Brightness(image).enhance(v),
-        "sharpness": lambda: ImageEnhance.Sharpness(image).enhance(v),
-        "rotate": lambda: image.rotate(v),
-        "shear_x": lambda: affine(image, 1, v, 0, 0, 1, 0),
-        "shear_y": lambda: affine(image, 1, 0, 0, v, 1, 0),
-        "translate_x": lambda: affine(image, 1, 0, v, 0, 1, 0),
-        "translate_y": lambda: affine(image, 1, 0, 0, 0, 1, v),
-        "blur": lambda: image.filter(ImageFilter.BLUR),
-        "flip_lr": lambda: image.transpose(Image.Transpose.FLIP_LEFT_RIGHT),
-        "flip_ud": lambda: image.transpose(Image.Transpose.FLIP_TOP_BOTTOM),
-        "cutout": lambda: cutout(image, v, center),
-    }
-    return operations[name]()
+# By name: (image, magnitude, center); the magnitude is in degrees, pixels, bits, or a factor.
+OPERATIONS = {
+    "identity": lambda image, v, c: image,
+    "auto_contrast": lambda image, v, c: ImageOps.autocontrast(image),
+    "equalize": lambda image, v, c: ImageOps.equalize(image),
+    "invert": lambda image, v, c: ImageOps.invert(image),
+    "solarize": lambda image, v, c: ImageOps.solarize(image, int(v)),
+    "posterize": lambda image, v, c: ImageOps.posterize(image, int(v)),
+    "color": lambda image, v, c: ImageEnhance.Color(image).enhance(v),
+    "contrast": lambda image, v, c: ImageEnhance.Contrast(image).enhance(v),
+    "brightness": lambda image, v, c: ImageEnhance.Brightness(image).enhance(v),
+    "sharpness": lambda image, v, c: ImageEnhance.Sharpness(image).enhance(v),
+    "rotate": lambda image, v, c: image.rotate(v),
+    "shear_x": lambda image, v, c: affine(image, 1, v, 0, 0, 1, 0),
+    "shear_y": lambda image, v, c: affine(image, 1, 0, 0, v, 1, 0),
+    "translate_x": lambda image, v, c: affine(image, 1, 0, v, 0, 1, 0),
+    "translate_y": lambda image, v, c: affine(image, 1, 0, 0, 0, 1, v),
+    "blur": lambda image, v, c: image.filter(ImageFilter.BLUR),
+    "flip_lr": lambda image, v, c: image.transpose(Image.Transpose.FLIP_LEFT_RIGHT),
+    "flip_ud": lambda image, v, c: image.transpose(Image.Transpose.FLIP_TOP_BOTTOM),
+    "cutout": cutout,
+}
+
+
+def pillow_operation(image: Image.Image, name: str, magnitude: float, center=(0.0, 0.0)) -> Image.Image:
+    return OPERATIONS[name](image, magnitude, center)

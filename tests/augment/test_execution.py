@@ -8,8 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from pillow_operations import from_pil, pillow_operation, to_pil
-from test_operations import sample_images
 
 from inloop.augment import (
     SPACES,
@@ -24,6 +22,8 @@ from inloop.augment import (
 )
 from inloop.augment.registry import operation_with_code
 from inloop.errors import UsageError
+from tests.augment.pillow_operations import from_pil, pillow_operation, to_pil
+from tests.augment.test_operations import sample_images
 
 
 def one_by_one(images, actions):

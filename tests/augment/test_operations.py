@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from pillow_operations import from_pil, pillow_operation, to_pil
 
 from inloop.augment import SPACES, apply_operation, get_space
+from tests.augment.pillow_operations import from_pil, pillow_operation, to_pil
 
 SIGNED = {"rotate", "shear_x", "shear_y", "translate_x", "translate_y"}
 
