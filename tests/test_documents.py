@@ -46,6 +46,11 @@ def test_the_loop_of_the_readme_runs_as_printed(capsys):
     assert int(names["policy"].probabilities().argmin()) == 2
     names["learner"].close()
     names["batches_with_a_source_tag"] = [(*names["mixture"].draw(tag), tag) for tag in torch.randint(0, 4, (20, 64))]
+    names["network"] = nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(900, 4))
+    names["image_optimizer"] = torch.optim.SGD(names["network"].parameters(), lr=0.1)
+    names["image_batches"] = [
+        (torch.randint(256, (32, 3, 32, 32), dtype=torch.uint8), torch.randint(0, 4, (32,))) for _ in range(6)
+    ]
     for block in blocks("README.md", "python"):
         model.zero_grad()
         exec(block, names)
@@ -57,6 +62,7 @@ def test_the_loop_of_the_readme_runs_as_printed(capsys):
         "operation": 64,
         "strength": 64,
     }
+    assert names["learner"].num_steps > 0
 
 
 def test_the_blocks_of_contributing_run_as_printed():
@@ -112,10 +118,17 @@ def test_label_smoothing(seed):
     assert noisy > 2 * clean
 
 
-def test_the_tables_are_those_of_the_committed_runs():
-    spec = importlib.util.spec_from_file_location("table", ROOT / "results" / "splits" / "table.py")
+def test_learn_augmentation():
+    keep = load_example("learn_augmentation").main(steps=300)
+    assert max(keep["flip_ud"], keep["invert"], keep["blot"]) < 0.1
+    assert min(keep["identity"], keep["auto_contrast"], keep["sharpness"]) > 0.1
+
+
+@pytest.mark.parametrize(("experiment", "line"), [("splits", "| fc-bn, gar | "), ("augment", "| OLA (learned), RA | ")])
+def test_the_tables_are_those_of_the_committed_runs(experiment, line):
+    spec = importlib.util.spec_from_file_location("table", ROOT / "results" / experiment / "table.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     for path, text in module.pages().items():
-        assert path.read_text() == text, f"{path} is not up to date: python results/splits/table.py"
-        assert "| fc-bn, gar | " in text
+        assert path.read_text() == text, f"{path} is not up to date: python results/{experiment}/table.py"
+        assert line in text

@@ -1,5 +1,8 @@
 """inloop learns the data distribution while the model trains, from the alignment of per-example gradients."""
 
+# image augmentation
+from inloop import augment as augment
+
 # exact per-example gradient alignment
 from inloop.alignment import alignment_rule as alignment_rule
 from inloop.alignment import capture as capture

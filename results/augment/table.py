@@ -1,0 +1,178 @@
+"""Writes the tables of the augmentation experiment, from the JSON files beside it, into README.md and results/augment/README.md.
+
+python results/augment/table.py
+"""
+
+import json
+import re
+import statistics
+from pathlib import Path
+
+from inloop.lab.summary import mean_and_interval, show_interval
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+ARMS = {
+    "none": "crop and flip only",
+    "ua-ra": "UniformAugment, RA",
+    "ua-wl": "UniformAugment, WideLong",
+    "ta-ra": "TrivialAugment, RA",
+    "ta-wl": "TrivialAugment, WideLong",
+    "ra-ra": "RandAugment, RA",
+    "ra-wl": "RandAugment, WideLong",
+    "ola-ra": "OLA (learned), RA",
+    "ola-wl": "OLA (learned), WideLong",
+}
+
+
+def read(name: str) -> dict | None:
+    path = HERE / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def accuracies(run: dict) -> dict[int, float]:
+    judged = "test_accuracy" if run["test_accuracy"] is not None else "validation_accuracy"
+    return {result["seed"]: 100 * result[judged] for result in run["results"]}
+
+
+def difference(run: dict, name: str) -> str:
+    """Mean paired difference to another run, in points, over the seeds of both."""
+    other = read(name)
+    if other is None:
+        return ""
+    ours, theirs = accuracies(run), accuracies(other)
+    pairs = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
+    mean, half_width = mean_and_interval(pairs)
+    return f"{mean:+.2f} ± {half_width:.2f}"
+
+
+def comparison() -> str:
+    lines = ["| | test accuracy, % | against none, paired | against UA, same space | seeds |", "|---|---|---|---|---|"]
+    for name, label in ARMS.items():
+        run = read(name)
+        if run is None:
+            continue
+        accuracy = show_interval(*mean_and_interval(list(accuracies(run).values())), 2)
+        space = name.rpartition("-")[2]
+        against_none = "" if name == "none" else difference(run, "none")
+        against_ua = "" if name == "none" or name.startswith("ua") else difference(run, f"ua-{space}")
+        lines.append(f"| {label} | {accuracy} | {against_none} | {against_ua} | {len(run['results'])} |")
+    return "\n".join(lines)
+
+
+def choices() -> str:
+    lines = ["| | accuracy on 4,000 other training images, %, one seed |", "|---|---|"]
+    for path in sorted(HERE.glob("validation-*.json")):
+        run = json.loads(path.read_text())
+        lines.append(f"| {path.stem} | {next(iter(accuracies(run).values())):.2f} |")
+    return "\n".join(lines)
+
+
+def harmful() -> str:
+    run = read("harmful")
+    if run is None:
+        return ""
+    lines = [
+        "| how it learns | identity | shift_one | erase | flip_ud | harmful at most 0.1 | and below every benign one |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for variant in run["options"]:
+        results = [result for result in run["results"] if result["variant"] == variant]
+        if not results:
+            continue
+        cells = []
+        for name in ("identity", "shift_one", "erase", "flip_ud"):
+            values = [result["keep"][name] for result in results]
+            cells.append(f"{statistics.mean(values):.2f} ({min(values):.2f} to {max(values):.2f})")
+        counts = [f"{sum(result[what] for result in results)} of {len(results)}" for what in ("dropped", "ranked")]
+        lines.append(f"| {variant} | {' | '.join(cells)} | {' | '.join(counts)} |")
+    return "\n".join(lines)
+
+
+def speed() -> str:
+    run = read("speed")
+    if run is None:
+        return ""
+    lines = [
+        "| policy | inloop, ms | Pillow, ms | ratio | Pillow with conversion from and to tensors, ms | ratio |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row['policy']} | {row['inloop_ms']:.2f} | {row['pillow_ms']:.2f} | {row['ratio']:.2f} | "
+        f"{row['pillow_with_conversion_ms']:.2f} | {row['ratio_with_conversion']:.2f} |"
+        for row in run["policies"]
+    ]
+    return "\n".join(lines)
+
+
+def operations() -> str:
+    run = read("speed")
+    if run is None:
+        return ""
+    lines = ["| operation | inloop, ms | Pillow, ms | kornia, ms |", "|---|---|---|---|"]
+    for row in run["operations"]:
+        kornia = f"{row['kornia_ms']:.2f}" if "kornia_ms" in row else ""
+        lines.append(f"| {row['operation']} | {row['inloop_ms']:.2f} | {row['pillow_ms']:.2f} | {kornia} |")
+    return "\n".join(lines)
+
+
+def learned() -> str:
+    """What OLA's policies were like at the end: mean keep probabilities over seeds."""
+    lines = ["| operation | OLA, RA: kept | OLA, WideLong: kept |", "|---|---|---|"]
+    runs = {space: read(f"ola-{space}") for space in ("ra", "wl")}
+    keep: dict[str, dict[str, float]] = {"ra": {}, "wl": {}}
+    for space, run in runs.items():
+        if run is not None:
+            for a, name in enumerate(run["results"][0]["operations"]):
+                keep[space][name] = statistics.mean(result["epochs"][-1]["keep"][a] for result in run["results"])
+    for name in keep["wl"] or keep["ra"]:
+        cells = [f"{keep[space][name]:.2f}" if name in keep[space] else "" for space in ("ra", "wl")]
+        lines.append(f"| {name} | {cells[0]} | {cells[1]} |")
+    return "\n".join(lines) if any(keep.values()) else ""
+
+
+def cost() -> str:
+    run = read("cost")
+    if run is None:
+        return ""
+    return (
+        f"A step of OLA takes {run['time_ratio']:.2f} times as long as one of UniformAugment ({run['network']}, batch {run['batch']}, "
+        f"{run['threads']} threads, medians of {run['repeats']} alternating pairs of steps; `python -m benchmarks.ola_cost`)."
+    )
+
+
+def in_brief() -> str:
+    return "\n\n".join(part for part in (comparison(), cost()) if part)
+
+
+def in_full() -> str:
+    parts = {
+        "CIFAR-10 with 4,000 training images": comparison(),
+        "What was chosen on other training images": choices(),
+        "What OLA learned: keep probabilities at the end, mean over seeds": learned(),
+        "What OLA costs": cost(),
+        "Operations that harm": harmful(),
+        "Speed of augmenting 256 images of 32 x 32 under WideLong": speed(),
+        "Single operations on 256 images": operations(),
+    }
+    return "\n\n".join(f"## {title}\n\n{content}" for title, content in parts.items() if content)
+
+
+def replaced(text: str, content: str) -> str:
+    return re.sub(
+        r"(<!-- table: python results/augment/table.py -->\n).*?(<!-- end -->)",
+        lambda match: f"{match[1]}\n{content}\n\n{match[2]}",
+        text,
+        flags=re.DOTALL,
+    )
+
+
+def pages() -> dict[Path, str]:
+    """What the two pages should be."""
+    contents = {ROOT / "README.md": in_brief(), HERE / "README.md": in_full()}
+    return {path: replaced(path.read_text(), content) for path, content in contents.items()}
+
+
+if __name__ == "__main__":
+    for page, text in pages().items():
+        page.write_text(text)
