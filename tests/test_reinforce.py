@@ -34,7 +34,7 @@ def test_normalise():
     assert normalise(torch.zeros(0)).shape == (0,)
 
 
-@pytest.mark.parametrize("normalisation", ["step", "none"])
+@pytest.mark.parametrize("normalisation", ["step", "center", "none"])
 def test_one_update_climbs_the_accumulated_gradient(normalisation):
     policy = MixturePolicy(3)
     reinforce = Reinforce(policy, sgd(policy), accumulate=2, normalisation=normalisation)
@@ -44,7 +44,8 @@ def test_one_update_climbs_the_accumulated_gradient(normalisation):
     assert not reinforce.add(rewards[0], [draws[0]])
     assert torch.equal(policy.scores, before.scores)
     assert reinforce.add(rewards[1], [draws[1]])
-    weights = [normalise(r) if normalisation == "step" else r for r in rewards]
+    weigh = {"step": normalise, "center": lambda r: r - r.mean(), "none": lambda r: r}[normalisation]
+    weights = [weigh(r) for r in rewards]
     expected = sum(policy_gradient(before, d, w) for d, w in zip(draws, weights, strict=True))
     torch.testing.assert_close(policy.scores - before.scores, expected)
     assert reinforce.version == 1
@@ -99,5 +100,5 @@ def test_bad_arguments_are_named():
     policy = MixturePolicy(3)
     with pytest.raises(UsageError, match="accumulate=0: allowed are whole numbers from 1"):
         Reinforce(policy, sgd(policy), 0, "step")
-    with pytest.raises(UsageError, match="normalisation='batch': allowed are 'step', 'window' and 'none'"):
+    with pytest.raises(UsageError, match="normalisation='batch': allowed are step, center, window, none"):
         Reinforce(policy, sgd(policy), 1, "batch")

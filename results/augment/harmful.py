@@ -25,14 +25,16 @@ SEEDS = 5
 # The paper's way is: every second step without operations, one update of the policy for each paid step, all layers, from the start.
 VARIANTS = {
     "paper": {},
+    "centred rewards": {"normalisation": "center"},
+    "model's learning rate 0.02": {"learning_rate": 0.02},
+    "centred rewards, model's learning rate 0.02": {"normalisation": "center", "learning_rate": 0.02},
+    "10 steps an update, twice as long": {"accumulate": 10, "epochs": 160},
+    "batch 500, 4 steps an update": {"batch": 500, "epochs": 160, "accumulate": 4},
     "no crop": {"padding": 0},
     "no plain steps": {"interleave": False},
     "held-out reference": {"reference": "heldout"},
     "batch 125": {"batch": 125, "epochs": 40},
     "batch 500": {"batch": 500, "epochs": 160},
-    "10 steps an update": {"accumulate": 10},
-    "batch 500, 4 steps an update": {"batch": 500, "epochs": 160, "accumulate": 4},
-    "batch 500, policy's learning rate 0.03": {"batch": 500, "epochs": 160, "policy_learning_rate": 0.03},
     "start after 20 epochs": {"start": 20},
     "last layer only": {"layers": "linear"},
 }

@@ -95,6 +95,7 @@ def _add_augment(experiments: "argparse._SubParsersAction[argparse.ArgumentParse
     augment.add_argument("--cutout", type=int, help="side of the final Cutout; default: 16, for digits 0")
     augment.add_argument("--accumulate", type=int, help="ola: paid steps for each update of the policy; default: 1")
     augment.add_argument("--policy-learning-rate", type=float, help="ola: of its Adam; default: 0.1")
+    augment.add_argument("--normalisation", choices=("step", "center"), help="ola: of rewards; default: step")
     augment.add_argument("--start", type=int, help="ola: epochs before the policy first moves; default: 0")
     augment.add_argument("--layers", choices=("all", "linear"), help="ola: layers that count; default: all")
     augment.add_argument(

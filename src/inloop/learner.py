@@ -55,7 +55,8 @@ class InLoop:
         interleave: Let every second step use the policy's neutral choices; such a step pays the one before it, trains the
             model like any other, and is not paid itself.
         policy_optimizer: Over the policy's parameters; by default ``Adam(lr=0.1)``.
-        normalisation: Of rewards: "step" (within the step), "window" (within the accumulated steps), "none"; by default
+        normalisation: Of rewards: "step" (mean 0 and deviation 1 within the step), "center" (mean 0 only: steps with small rewards
+            then count little, as when a model has fitted its data), "window" (within the accumulated steps), "none"; by default
             what suits the reward.
         start_after: Steps before the policy first moves; rewards are reported from the start.
         dry_run: Report rewards, never move the policy.

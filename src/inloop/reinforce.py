@@ -7,7 +7,7 @@ with φ_t the parameters that drew a_i. After ``accumulate`` steps the policy's 
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -26,8 +26,8 @@ class Reinforce:
     ) -> None:
         if accumulate < 1:
             raise UsageError(f"accumulate={accumulate}: allowed are whole numbers from 1.")
-        if normalisation not in ("step", "window", "none"):
-            raise UsageError(f"normalisation={normalisation!r}: allowed are 'step', 'window' and 'none'.")
+        if normalisation not in get_args(Normalisation):
+            raise UsageError(f"normalisation={normalisation!r}: allowed are {', '.join(get_args(Normalisation))}.")
         held = {id(p) for group in getattr(optimizer, "param_groups", []) for p in group["params"]}
         if not {id(p) for p in trainable(policy)} <= held <= {id(p) for p in policy.parameters()}:
             raise UsageError(
@@ -51,7 +51,11 @@ class Reinforce:
     def add(self, rewards_N: Tensor, draws: Sequence[Draw]) -> bool:
         """Take in one step's rewards, in the order of its draws; returns whether the policy was updated."""
         rewards_N = rewards_N.detach().to("cpu", torch.float64)
-        weights_N = normalise(rewards_N) if self.normalisation == "step" else rewards_N
+        weights_N = rewards_N
+        if self.normalisation == "step":
+            weights_N = normalise(rewards_N)
+        elif self.normalisation == "center":
+            weights_N = rewards_N - rewards_N.mean()
         parts = list(zip(draws, torch.split(weights_N, [draw.num_examples for draw in draws]), strict=True))
         rewarded = [score_gradient(draw, weights_n) for draw, weights_n in parts]
         if self.normalisation == "window":

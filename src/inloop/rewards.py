@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from inloop.alignment import Direction, Tape
 from inloop.errors import UsageError
 
-Normalisation = Literal["step", "window", "none"]
+Normalisation = Literal["step", "center", "window", "none"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,8 @@ OPERATIONS = {
     "equalize": lambda image, v, c: ImageOps.equalize(image),
     "invert": lambda image, v, c: ImageOps.invert(image),
     "solarize": lambda image, v, c: ImageOps.solarize(image, int(v)),
-    "posterize": lambda image, v, c: ImageOps.posterize(image, int(v)),
+    # Pillow from 13 on refuses 0 bits; before, they left a black image
+    "posterize": lambda image, v, c: ImageOps.posterize(image, int(v)) if v else Image.new(image.mode, image.size),
     "color": lambda image, v, c: ImageEnhance.Color(image).enhance(v),
     "contrast": lambda image, v, c: ImageEnhance.Contrast(image).enhance(v),
     "brightness": lambda image, v, c: ImageEnhance.Brightness(image).enhance(v),

@@ -27,9 +27,9 @@ def sample_images(channels: int, height: int, width: int, n: int = 4) -> torch.T
 
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize(("height", "width"), [(32, 32), (20, 33), (41, 24), (8, 8), (2, 3), (4, 7), (1, 1)])
-@pytest.mark.parametrize("space", ["ra", "wl", "uniaug"])
+@pytest.mark.parametrize("space", ["ra", "wl", "uniaug", "standard"])
 def test_every_operation_and_strength_equals_pillow(space, height, width, channels):
-    images = sample_images(channels, height, width, n=1 if space == "uniaug" else 2)
+    images = sample_images(channels, height, width, n=1 if space in ("uniaug", "standard") else 2)
     pils = [to_pil(image) for image in images]
     generator = torch.Generator().manual_seed(0)
     for name in get_space(space).operations:

@@ -207,6 +207,7 @@ def _without_time(result):
         {"policy_learning_rate": 0.01},
         {"interleave": False},
         {"reference": "heldout"},
+        {"normalisation": "center"},
     ],
 )
 def test_every_option_of_the_learner_matters(options, data):

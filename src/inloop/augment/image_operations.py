@@ -68,7 +68,7 @@ def equalize(images: Tensor, magnitude_N: Tensor, center_N2: Tensor) -> Tensor:
     brightest = images.flatten(2).amax(dim=2, keepdim=True).long()
     step = ((images[0, 0].numel() - counts.gather(2, brightest)) / 255).floor_()
     below = counts.cumsum(dim=2).sub_(counts)
-    spread = below.add_((step / 2).floor_()).div_(step).clamp_(max=255)
+    spread = below.add_(step / 2).div_(step).clamp_(max=255)
     return torch.where(step > 0, spread, _values(images)).to(torch.uint8)
 
 

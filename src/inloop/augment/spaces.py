@@ -117,6 +117,7 @@ SPACES = {
         _space("ra", _STANDARD, _NARROW),
         _space("wl", tuple(_WIDE), _WIDE),
         _space("wide", _STANDARD, _WIDE),
+        _space("standard", _STANDARD, _NARROW | {"posterize": bits(4, 0)}),
         _space("uniaug", _UNIFORM_AUGMENT, _NARROW | {"translate_x": whole(14.4), "translate_y": whole(14.4)}),
         _space("autoaugment", _AUTO_AUGMENT, _NARROW),
     )
@@ -126,8 +127,9 @@ SPACES = {
 def get_space(space: str | Space) -> Space:
     """A space by its name.
 
-    ``ra``: RandAugment's 14 operations; ``wl``: WideLong, 19 with wide ranges; ``wide``: the 14 with wide ranges; ``uniaug``:
-    UniformAugment's 16; ``autoaugment``: AutoAugment's 15.
+    ``ra``: RandAugment's 14 operations; ``wl``: WideLong, 19 with wide ranges; ``wide``: the 14 with wide ranges; ``standard``: the
+    14 with the posterize of early code, 4 to 0 bits, which leaves nothing at the top; ``uniaug``: UniformAugment's 16;
+    ``autoaugment``: AutoAugment's, without its pairing of two images.
     """
     if isinstance(space, Space):
         return space

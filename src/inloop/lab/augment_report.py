@@ -35,17 +35,8 @@ PAPER: dict[tuple[str, str, str | None], tuple[float, float | None]] = {
     ("cifar100", "ola", "ra"): (83.54, 0.14),
 }
 _ORDER = ("none", "pba", "fast-aa", "aa", "ra", "ta", "ua", "ola")
-_OWN = (
-    "augment",
-    "space",
-    "ra_operations",
-    "ra_strength",
-    "interleave",
-    "accumulate",
-    "policy_learning_rate",
-    "start",
-    "layers",
-)
+# What only concerns how OLA learns.
+_OLA = ("interleave", "reference", "normalisation", "accumulate", "policy_learning_rate", "start", "layers")
 
 
 def augment_sections(folder: Path) -> list[str]:
@@ -110,7 +101,7 @@ def _cell(run: FinishedRun) -> tuple[str, str, str | None]:
 def _is_plain(run: FinishedRun) -> bool:
     """Whether the run has the defaults in all that is OLA's own, as the paper's rows have."""
     usual = AugmentSettings().as_dict()
-    return all(run.settings[name] == usual[name] for name in _OWN[4:]) or run.settings["augment"] != "ola"
+    return all(run.settings[name] == usual[name] for name in _OLA) or run.settings["augment"] != "ola"
 
 
 def _has_paper(runs: Sequence[FinishedRun]) -> bool:
@@ -166,7 +157,7 @@ def _details(runs: Sequence[FinishedRun]) -> str:
 def _special(run: FinishedRun) -> list[str]:
     """The options that are not the default and matter for this augmentation."""
     usual = with_augment_defaults(run.settings["data"]).as_dict()
-    own = {"ra": ("ra_operations", "ra_strength"), "ola": _OWN[4:]}.get(run.settings["augment"], ())
+    own = {"ra": ("ra_operations", "ra_strength"), "ola": _OLA}.get(run.settings["augment"], ())
     return [
         f"{name} {run.settings[name]}" for name in own if run.settings[name] != usual[name] or name.startswith("ra_")
     ]

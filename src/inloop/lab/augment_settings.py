@@ -31,6 +31,7 @@ class AugmentSettings:
             then not trained on; a batch of them for each paid step).
         accumulate: Paid steps of ola for each update of its policy.
         policy_learning_rate: Of ola's Adam.
+        normalisation: Of ola's rewards within a step: "step" (mean 0, deviation 1) or "center" (mean 0).
         start: Epochs before ola's policy first moves.
         layers: Which layers count for the reward: "all", or "linear" for the last one only.
         ra_operations: RandAugment's N.
@@ -56,6 +57,7 @@ class AugmentSettings:
     reference: Literal["next", "heldout"] = "next"
     accumulate: int = 1
     policy_learning_rate: float = 0.1
+    normalisation: Literal["step", "center"] = "step"
     start: int = 0
     layers: Literal["all", "linear"] = "all"
     ra_operations: int = 2
@@ -67,6 +69,7 @@ class AugmentSettings:
             "space": tuple(SPACES),
             "layers": ("all", "linear"),
             "reference": ("next", "heldout"),
+            "normalisation": ("step", "center"),
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:

@@ -75,6 +75,7 @@ class AugmentExperiment:
             policy,
             interleave=settings.interleave,
             accumulate=settings.accumulate,
+            normalisation=settings.normalisation,
             policy_optimizer=torch.optim.Adam(policy.parameters(), lr=settings.policy_learning_rate),
             reference=self.held_out_loss if settings.reference == "heldout" else "next",
             start_after=settings.start * self.steps_per_epoch,
