@@ -92,6 +92,10 @@ def _add_augment(experiments: "argparse._SubParsersAction[argparse.ArgumentParse
     augment.add_argument("--validation", type=int, help="training images to judge by instead of the test images")
     augment.add_argument("--learning-rate", type=float, help="default: 0.1")
     augment.add_argument("--warmup", type=int, help="epochs; default: a fortieth, at least 1")
+    augment.add_argument("--padding", type=int, help="of the random crop; default: 4, for small images less")
+    augment.add_argument(
+        "--flip", action=argparse.BooleanOptionalAction, help="left-right, half the time; default: yes, for digits no"
+    )
     augment.add_argument("--cutout", type=int, help="side of the final Cutout; default: 16, for digits 0")
     augment.add_argument("--accumulate", type=int, help="ola: paid steps for each update of the policy; default: 1")
     augment.add_argument("--policy-learning-rate", type=float, help="ola: of its Adam; default: 0.1")
@@ -122,7 +126,7 @@ def _add_run_options(parser: argparse.ArgumentParser, seeds: int) -> None:
 def _run_augment(options: argparse.Namespace) -> int:
     from dataclasses import fields
 
-    from inloop.lab.augment_settings import PRESETS, AugmentSettings, with_augment_defaults
+    from inloop.lab.augment_settings import PRESETS, AugmentSettings, refuse_idle_options, with_augment_defaults
     from inloop.lab.augmentation import AugmentExperiment, choose_images
     from inloop.lab.datasets import load_data
     from inloop.lab.display import RunDisplay, print_augment
@@ -133,11 +137,19 @@ def _run_augment(options: argparse.Namespace) -> int:
     _check_seeds(options)
     given = {field.name: getattr(options, field.name, None) for field in fields(AugmentSettings)}
     chosen = PRESETS.get(options.preset, {}) | {name: value for name, value in given.items() if value is not None}
-    settings = with_augment_defaults(**({"data": "digits"} | chosen))
-    data = load_data(settings.data)
+    name = chosen.pop("data", "digits")
+    data = load_data(name)
+    settings = with_augment_defaults(name, side=min(data.train_x.shape[2:]), **chosen)
+    refuse_idle_options(settings.augment, [name for name, value in given.items() if value is not None])
     choose_images(data, settings)  # refuses what does not fit before anything is written
     out = options.out or Path("runs") / settings.folder_name()
-    folder = RunFolder(out, "augment", settings.as_dict() | {"data_digest": data.digest()}, options.restart)
+    folder = RunFolder(
+        out,
+        "augment",
+        settings.as_dict() | {"data_digest": data.digest()},
+        options.restart,
+        AugmentSettings().as_dict(),
+    )
     folder.keep_samples(data.train_x[:8])
     with RunDisplay(f"{settings.network} {settings.augment}", options.seeds, settings.epochs) as display:
         results = [
@@ -156,7 +168,7 @@ def _run_splits(options: argparse.Namespace) -> int:
     from inloop.lab.display import RunDisplay, print_splits
     from inloop.lab.noise import check_splits
     from inloop.lab.run_folder import RunFolder
-    from inloop.lab.split_settings import with_defaults
+    from inloop.lab.split_settings import SplitSettings, with_defaults
     from inloop.lab.splits import run_seed
     from inloop.lab.summary import summarise_seeds
 
@@ -177,7 +189,9 @@ def _run_splits(options: argparse.Namespace) -> int:
     settings = with_defaults(options.data, len(data.train_x), **{name: getattr(options, name) for name in names})
     check_splits(data, settings.sources, settings.noise)
     out = options.out or Path("runs") / settings.folder_name()
-    folder = RunFolder(out, "splits", settings.as_dict() | {"data_digest": data.digest()}, options.restart)
+    folder = RunFolder(
+        out, "splits", settings.as_dict() | {"data_digest": data.digest()}, options.restart, SplitSettings().as_dict()
+    )
     with RunDisplay(f"{settings.network} {settings.reward}", options.seeds, settings.epochs) as display:
         results = [run_seed(settings, data, seed, folder.seed(seed), display.show) for seed in range(options.seeds)]
     if options.json:

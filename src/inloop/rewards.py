@@ -44,7 +44,21 @@ class Reference:
 
 
 def held_out_reference(model: nn.Module, held_out_loss: Callable[[], Tensor], with_gradient: bool = True) -> Reference:
-    """The value and, if asked for, gradient of a loss at the model's present parameters; leaves ``.grad`` alone."""
+    """The value and, if asked for, gradient of a loss at the model's present parameters.
+
+    Leaves ``.grad`` and buffers alone: held-out data does not enter BatchNorm's running statistics.
+    """
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    try:
+        return _evaluate(model, held_out_loss, with_gradient)
+    finally:
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                if name in buffers:
+                    buffer.copy_(buffers[name])
+
+
+def _evaluate(model: nn.Module, held_out_loss: Callable[[], Tensor], with_gradient: bool) -> Reference:
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     with torch.enable_grad():
         loss = held_out_loss()

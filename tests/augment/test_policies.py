@@ -188,7 +188,7 @@ def test_rand_augment_and_trivial_augment():
     actions = TrivialAugment("wl").sample(5000, generator())
     assert actions["operation"].shape == (5000, 1)
     assert (actions["operation"] == 0).double().mean().item() == pytest.approx(1 / 19, abs=0.02)
-    with pytest.raises(UsageError, match="strength from 0 to 30"):
+    with pytest.raises(UsageError, match="whole strength from 0 to 30"):
         RandAugment(2, 31)
 
 
@@ -240,3 +240,33 @@ def test_population_based_augment_follows_its_schedule():
 def test_wrong_numbers(numbers, match):
     with pytest.raises(UsageError, match=match):
         AugmentPolicy(make_space(["identity", "rotate"]), numbers=numbers)
+
+
+def test_a_policy_refuses_actions_and_states_of_another():
+    policy, other = AugmentPolicy("ra"), AugmentPolicy("wide")
+    with pytest.raises(UsageError, match="Actions have 'choice' from .*; this policy has 0..13"):
+        policy.log_prob(AugmentPolicy("wl").sample(200, generator()))
+    actions = policy.sample(5)
+    with pytest.raises(UsageError, match="from -1"):
+        policy.log_prob(actions | {"choice": torch.full_like(actions["choice"], -1)})
+    torch.testing.assert_close(policy.log_prob(actions | {"keep": actions["keep"].long()}), policy.log_prob(actions))
+    other.load_state_dict(policy.state_dict())  # the same operations: only the space's ranges differ
+    with pytest.raises(UsageError, match="other operations or numbers"):
+        AugmentPolicy("ra", numbers=(1, 2, 3, 5)).load_state_dict(policy.state_dict())
+    with pytest.raises(UsageError, match="other operations or numbers"):
+        AugmentPolicy("wl").load_state_dict(policy.state_dict())
+
+
+def test_fast_auto_augment_translates_by_height():
+    wide, high = FastAutoAugment(width=64, height=32), FastAutoAugment(width=32, height=64)
+    ratio = {"translate_x": 2.0, "translate_y": 0.5}
+    for a, b in zip(itertools.chain(*wide.sub_policies), itertools.chain(*high.sub_policies), strict=True):
+        assert a.magnitude == pytest.approx(ratio.get(a.operation, 1.0) * b.magnitude)
+
+
+def test_population_based_augment_without_examples_or_epochs():
+    policy = PopulationBasedAugment()
+    assert policy.sample(0)["operation"].shape == (0, 2)
+    policy.epoch = -1
+    with pytest.raises(UsageError, match="epoch=-1"):
+        policy.sample(3)

@@ -130,12 +130,39 @@ def test_clipping_comes_after_the_reward(data):
 def test_images_are_chosen_class_by_class_and_validation_is_apart(data):
     settings = quick(examples=500, validation=200, batch=50)
     (train_x, train_y), (held_x, _) = choose_images(data, settings)
-    assert torch.bincount(train_y).tolist() == [50] * 10
+    shares = torch.bincount(data.train_y) / len(data.train_y)
+    torch.testing.assert_close(torch.bincount(train_y) / 500, shares, atol=0.003, rtol=0)
     assert len(held_x) == 200
     seen = {x.numpy().tobytes() for x in train_x}
     assert sum(x.numpy().tobytes() in seen for x in held_x) == 0
     with pytest.raises(UsageError, match="there are 1500 training images"):
         choose_images(data, quick(examples=1400, validation=200))
+    with pytest.raises(UsageError, match="two batches must be filled"):
+        choose_images(data, quick(examples=500, batch=300))
+    with pytest.raises(UsageError, match="two batches must be filled without the held-out tenth"):
+        choose_images(data, quick(examples=600, batch=300, reference="heldout"))
+    with pytest.raises(UsageError, match="cutout=8 would blank images of 8 pixels"):
+        choose_images(data, quick(cutout=8))
+
+
+def test_classes_keep_their_shares_in_every_part(data):
+    from dataclasses import replace
+
+    from inloop.lab.augmentation import hold_out
+
+    rare = torch.cat([torch.arange(900), 900 + torch.arange(100)])
+    two = replace(data, train_x=data.train_x[rare], train_y=(rare >= 900).long(), num_classes=2)
+    (train, held) = choose_images(two, quick(examples=500, validation=200, batch=100))
+    assert torch.bincount(held[1]).tolist() == [180, 20]
+    assert torch.bincount(train[1]).tolist() == [450, 50]
+    assert torch.bincount(hold_out(train)[1][1]).tolist() == [45, 5]
+
+
+def test_held_out_images_do_not_enter_the_running_statistics(data):
+    experiment = AugmentExperiment(quick(reference="heldout"), data, 0)
+    for _ in range(4):
+        experiment.train_step(data.train_x[:300], data.train_y[:300], 0.1)
+    assert experiment.model.norm.num_batches_tracked == 4
 
 
 # ------------------------------------------------------------------ training
@@ -253,6 +280,47 @@ def test_the_command_prints_one_json_object_and_continues(tmp_path, capsys):
     assert "kept with probability" in run_cli(capsys, "run", "augment", *QUICK, "--out", out)[1]
 
 
+def test_runs_from_before_a_setting_existed_are_continued_and_reported(tmp_path, capsys):
+    arguments = ("run", "augment", *QUICK, "--augment", "none", "--out", str(tmp_path / "run"), "--json")
+    summary = run_cli(capsys, *arguments)[1]
+    file = tmp_path / "run" / "settings.json"
+    file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "normalisation"}))
+    assert run_cli(capsys, *arguments)[1] == summary
+    assert run_cli(capsys, "report", str(tmp_path))[0] == 0
+    (tmp_path / "run" / "seed-1" / "result.json").write_text("{}")
+    code, _, error = run_cli(capsys, "report", str(tmp_path))
+    assert code == 1
+    assert "is no result of a seed" in error
+
+
+def test_runs_with_different_recipes_are_not_compared(tmp_path, capsys):
+    for warmup in ("1", "2"):
+        for augment in ("none", "ua"):
+            out = str(tmp_path / f"{augment}-{warmup}")
+            run_cli(capsys, "run", "augment", *QUICK, "--augment", augment, "--warmup", warmup, "--out", out, "--json")
+    run_cli(capsys, "report", str(tmp_path))
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<h2>") == 2
+    assert "after 1 epochs" in page
+    assert "after 2 epochs" in page
+
+
+def test_folders_are_named_after_what_is_unusual():
+    assert with_augment_defaults("digits").folder_name() == "augment-digits-wrn-10-1-ola-wl"
+    assert with_augment_defaults("digits", epochs=3).folder_name() == "augment-digits-wrn-10-1-ola-wl-epochs-3"
+    assert "warmup-4" in with_augment_defaults("cifar10", epochs=80, warmup=4).folder_name()
+    assert with_augment_defaults("cifar10", augment="aa").folder_name() == "augment-cifar10-wrn-28-10-aa"
+
+
+def test_small_images_of_ones_own_get_a_smaller_crop_and_cutout():
+    settings = with_augment_defaults("own.npz", side=12)
+    assert (settings.padding, settings.cutout) == (1, 6)
+    assert (with_augment_defaults("own.npz", side=224).padding, with_augment_defaults("own.npz", side=224).cutout) == (
+        4,
+        16,
+    )
+
+
 def test_a_validation_run_has_no_test_accuracy(tmp_path, capsys):
     arguments = (
         "run",
@@ -282,6 +350,11 @@ def test_a_validation_run_has_no_test_accuracy(tmp_path, capsys):
         (("--seeds", "0"), "--seeds 0"),
         (("--learning-rate", "0"), "learning_rate=0.0: allowed are numbers above 0"),
         (("--examples", "5000"), "there are 1500 training images"),
+        (("--learning-rate", "nan"), "learning_rate=nan: allowed are finite numbers"),
+        (("--start", "40"), "start=40: the policy would not move in 40 epochs"),
+        (("--cutout", "8"), "cutout=8 would blank images of 8 pixels"),
+        (("--augment", "aa", "--space", "ra"), "--space does nothing with --augment aa"),
+        (("--augment", "ua", "--accumulate", "2"), "--accumulate does nothing with --augment ua; it is for ola"),
     ],
 )
 def test_wrong_usage(arguments, message, tmp_path, capsys):

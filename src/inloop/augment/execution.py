@@ -20,9 +20,11 @@ from inloop.augment.registry import STRENGTHS, Arguments, Operation, get_operati
 from inloop.augment.spaces import Space, get_space
 from inloop.errors import UsageError
 
+MOST_PIXELS = 32_767  # on a side: Pillow's fixed point, and ours, has 16 bits before the point
+
 
 def apply(images: Tensor, actions: Mapping[str, Any]) -> Tensor:
-    """The images, each with its operations done; new ones, the given stay as they are.
+    """The images, each with its operations done; new ones, the given stay as they are. No gradient flows through it.
 
     Args:
         images: uint8 [N, C, H, W] with 1 or 3 channels; for operations of your own whatever they work on, first axis N.
@@ -33,22 +35,32 @@ def apply(images: Tensor, actions: Mapping[str, Any]) -> Tensor:
         raise UsageError(
             f"The actions lack {', '.join(sorted(missing))}. Fix: give what an augmentation policy sampled."
         )
-    operation_NR, magnitude_NR, center_NR2 = (actions[name] for name in ("operation", "magnitude", "center"))
+    _check_tensor(images)
+    operation_NR, magnitude_NR, center_NR2 = (actions[name].cpu() for name in ("operation", "magnitude", "center"))
+    if (
+        operation_NR.ndim != 2
+        or magnitude_NR.shape != operation_NR.shape
+        or center_NR2.shape != (*operation_NR.shape, 2)
+    ):
+        shapes = ", ".join(f"{name} {list(actions[name].shape)}" for name in ("operation", "magnitude", "center"))
+        raise UsageError(f"The actions have {shapes}; expected [N, R], [N, R] and [N, R, 2], as a policy samples them.")
     if len(operation_NR) != len(images):
         raise UsageError(
             f"{len(operation_NR)} actions were given for {len(images)} images; there must be one for each."
         )
-    new = images.clone(memory_format=torch.contiguous_format)
+    new = images.detach().clone(memory_format=torch.contiguous_format)
     if not bool(operation_NR.any()):
         return new
-    with torch.inference_mode():  # an eighth faster, as nothing is noted for autograd
-        _take_all_turns(new, operation_NR, magnitude_NR, center_NR2)
+    plan = _plan(operation_NR)
+    # Ours run an eighth faster in inference mode; others may keep tensors, which must not be of that kind.
+    ours = all(operation.builtin for operation in plan.operations)
+    with torch.inference_mode() if ours else torch.no_grad():
+        _take_all_turns(new, plan, magnitude_NR, center_NR2)
     return new
 
 
-def _take_all_turns(images: Tensor, operation_NR: Tensor, magnitude_NR: Tensor, center_NR2: Tensor) -> None:
+def _take_all_turns(images: Tensor, plan: "_Plan", magnitude_NR: Tensor, center_NR2: Tensor) -> None:
     """Do all operations, in place."""
-    plan = _plan(operation_NR)
     row_E = plan.row_E.to(images.device)
     magnitude_E = magnitude_NR[plan.row_E, plan.place_E].to(images.device)
     center_E2 = (center_NR2[plan.row_E, plan.place_E] * _size(images)).to(images.device)
@@ -56,7 +68,7 @@ def _take_all_turns(images: Tensor, operation_NR: Tensor, magnitude_NR: Tensor, 
     for turn in plan.turns:
         now = images.index_select(0, row_E[turn.entries])
         done = _take_turn(now, turn, prepared, magnitude_E[turn.entries], center_E2[turn.entries])
-        _words(images).index_copy_(0, row_E[turn.entries], _words(torch.cat(done)))
+        _words(images).index_copy_(0, row_E[turn.entries], _words(torch.cat(done).contiguous()))
 
 
 def _words(images: Tensor) -> Tensor:
@@ -188,6 +200,7 @@ def apply_operation(
         >>> apply_operation(images, "rotate", torch.tensor([0, 20]), sign_N=1).shape
         torch.Size([2, 3, 32, 32])
     """
+    _check_tensor(images)
     space, operation, n = get_space(space), get_operation(name), len(images)
     if name not in space.magnitudes:
         raise UsageError(f"Space '{space.name}' has no operation {name!r}; it has {', '.join(space.operations)}.")
@@ -204,10 +217,19 @@ def apply_operation(
         magnitude_N = magnitude_N * sign_N.to(magnitude_N)
     if center_N2 is None:
         center_N2 = torch.rand(n, 2, dtype=torch.float64, generator=generator) * _size(images)
+    center_N2 = torch.as_tensor(center_N2)
     if center_N2.shape != (n, 2):
         raise UsageError(f"center_N2 has shape {list(center_N2.shape)}; give (x, y) in pixels for each of {n} images.")
+    images = images.clone()
+    if n == 0:
+        return images
     arguments = operation.prepared(images, magnitude_N, center_N2.to(images.device, torch.float64))
-    return operation.primitive(images, *arguments).clone()
+    return operation.primitive(images, *arguments)
+
+
+def _check_tensor(images: object) -> None:
+    if not isinstance(images, Tensor) or images.ndim < 1:
+        raise UsageError(f"Images are a tensor with one row for each example; got {type(images).__name__}.")
 
 
 def draw_signs(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
@@ -222,8 +244,8 @@ def _one_for_each(what: str, value: Tensor | int, n: int) -> Tensor:
 
 
 def check_examples(images: Tensor, operation: Operation) -> None:
-    """Refuse what an operation of ours cannot work on."""
-    if not operation.builtin:
+    """Refuse what an operation of ours cannot work on; the identity leaves anything alone."""
+    if not operation.builtin or operation.code == 0:
         return
     fix = "give uint8 images [N, C, H, W], values 0..255, with 1 or 3 channels"
     if images.dtype != torch.uint8:
@@ -238,3 +260,7 @@ def check_examples(images: Tensor, operation: Operation) -> None:
         )
     if images.ndim != 4 or images.shape[1] not in (1, 3):
         raise UsageError(f"Operation '{operation.name}' got images of shape {list(images.shape)}. Fix: {fix}.")
+    if not 0 < min(images.shape[2:]) <= max(images.shape[2:]) <= MOST_PIXELS:
+        raise UsageError(
+            f"Operation '{operation.name}' got images of shape {list(images.shape)}: sides are 1 to {MOST_PIXELS} pixels."
+        )

@@ -36,9 +36,10 @@ class RandAugment:
     """``num_operations`` operations, with replacement, all with the same strength (Cubuk et al. 2020)."""
 
     def __init__(self, num_operations: int = 2, strength: int = 14, space: str | Space = "ra") -> None:
-        if num_operations < 1 or not 0 <= strength < STRENGTHS:
+        whole = isinstance(num_operations, int) and isinstance(strength, int)
+        if not whole or num_operations < 1 or not 0 <= strength < STRENGTHS:
             raise UsageError(
-                f"RandAugment({num_operations}, {strength}): at least one operation, and a strength from 0 to {STRENGTHS - 1}."
+                f"RandAugment({num_operations}, {strength}): at least one operation, and a whole strength from 0 to {STRENGTHS - 1}."
             )
         self.space = get_space(space)
         self.num_operations = num_operations

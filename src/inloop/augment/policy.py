@@ -12,14 +12,14 @@ Axes: N examples, R the most operations in a row, A operations of the space, S s
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from inloop.augment.records import draw_operations, make_record
-from inloop.augment.registry import STRENGTHS
+from inloop.augment.registry import STRENGTHS, get_operation
 from inloop.augment.spaces import Space, get_space
 from inloop.errors import UsageError
 from inloop.policies import Actions, Policy, RewardSummary
@@ -27,7 +27,7 @@ from inloop.policies.policy import summarise_by_choice
 
 
 class AugmentPolicy(Policy):
-    """Learns which operations to keep, how strong, and how many in a row.
+    """Learns which operations to keep, how strong, and how many in a row. It stays on the CPU, wherever the images are.
 
     Args:
         space: The operations, by name of a space or from :func:`~inloop.augment.make_space`.
@@ -48,25 +48,40 @@ class AugmentPolicy(Policy):
         super().__init__()
         self.space = get_space(space)
         num_operations = len(self.space)
-        most = max(numbers, default=0)
+        numbers = tuple(numbers) if isinstance(numbers, Sequence) else (numbers,)
+        whole = all(isinstance(r, int) and r >= 1 for r in numbers)
         if (
-            min(numbers, default=0) < 1
-            or (most > num_operations and not replacement)
+            not whole
+            or not numbers
             or len(set(numbers)) < len(numbers)
+            or (max(numbers) > num_operations and not replacement)
         ):
-            raise UsageError(
-                f"numbers={tuple(numbers)}: give different whole numbers from 1 to {num_operations}, as many as the space has operations."
-            )
+            most = "" if replacement else f" to {num_operations}, as many as the space has operations"
+            raise UsageError(f"numbers={numbers}: give different whole numbers from 1{most}.")
         self.replacement = replacement
         self.register_buffer("numbers", torch.tensor(list(numbers)), persistent=False)
         self.number_logits = nn.Parameter(torch.zeros(len(numbers)))
         self.keep_logits = nn.Parameter(torch.zeros(num_operations))
         self.strength_logits = nn.Parameter(torch.zeros(num_operations, STRENGTHS))
+        codes = [get_operation(name).code for name in self.space.operations]
+        self.register_buffer("meaning", torch.tensor([*numbers, *codes]))  # of the logits, so that no others are loaded
 
     numbers: Tensor
+    meaning: Tensor
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        found = state_dict.get(f"{prefix}meaning")
+        if found is not None and found.tolist() != self.meaning.tolist():
+            raise UsageError(
+                f"This state is of an AugmentPolicy with other operations or numbers than {', '.join(self.space.operations)} and "
+                f"{tuple(self.numbers.tolist())}. Fix: make the policy as it was when the state was saved."
+            )
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     @torch.no_grad()
     def sample(self, n: int, generator: torch.Generator | None = None) -> dict[str, Actions]:
+        if n == 0:
+            return self.neutral(0, generator)
         number_N = torch.multinomial(self.number_logits.softmax(0), n, replacement=True, generator=generator)
         most = int(self.numbers.max())
         choice_NR = draw_operations(n, most, len(self.space), self.replacement, generator)
@@ -118,7 +133,19 @@ class AugmentPolicy(Policy):
         if not isinstance(actions, Mapping) or not set(names) <= set(actions):
             got = f"a dict with {sorted(actions)}" if isinstance(actions, Mapping) else type(actions).__name__
             raise UsageError(f"Actions of an AugmentPolicy are a dict with {', '.join(names)} and more; got {got}.")
-        return [cast(Tensor, actions[name]) for name in names]
+        number_N, choice_NR, keep_NR, strength_NR = (cast(Tensor, actions[name]) for name in names)
+        limits = (
+            ("number", number_N, len(self.numbers)),
+            ("choice", choice_NR, len(self.space)),
+            ("strength", strength_NR, STRENGTHS),
+        )
+        for name, values, limit in limits:
+            if values.numel() and not 0 <= int(values.min()) <= int(values.max()) < limit:
+                raise UsageError(
+                    f"Actions have '{name}' from {int(values.min())} to {int(values.max())}; this policy has 0..{limit - 1}. Fix: give what this "
+                    "policy sampled."
+                )
+        return [number_N, choice_NR, keep_NR.bool(), strength_NR]
 
     @torch.no_grad()
     def probabilities(self) -> dict[str, object]:

@@ -16,7 +16,7 @@ from inloop.augment.registry import get_operation
 from inloop.augment.spaces import SPACES, bits, real
 from inloop.errors import UsageError
 
-# Cubuk et al. 2019, Table 7: (operation, probability, level of 10), as also in torchvision (BSD) and fast-autoaugment (MIT).
+# Cubuk et al. 2019, Table 7: (operation, probability, level of 10), as also in torchvision (BSD).
 AUTO_AUGMENT = """
 invert 0.1 7, contrast 0.2 6 / rotate 0.7 2, translate_x 0.3 9 / sharpness 0.8 1, sharpness 0.9 3
 shear_y 0.5 8, translate_y 0.7 9 / auto_contrast 0.5 8, equalize 0.9 2 / shear_y 0.2 7, posterize 0.3 7
@@ -77,25 +77,26 @@ class FastAutoAugment(SubPolicies):
 
     Args:
         width: Of the images: translations are given as shares of it.
+        height: Theirs; None for square ones.
     """
 
-    def __init__(self, width: int = 32) -> None:
+    def __init__(self, width: int = 32, height: int | None = None) -> None:
         super().__init__(
             [
-                [_fast_auto_augment_entry(name, p, level, width) for name, p, level in sub]
+                [_fast_auto_augment_entry(name, p, level, width, height or width) for name, p, level in sub]
                 for sub in _data("fast_autoaugment_cifar10.json")["policies"]
             ]
         )
 
 
-def _fast_auto_augment_entry(name: str, probability: float, level: float, width: int) -> Entry:
+def _fast_auto_augment_entry(name: str, probability: float, level: float, width: int, height: int) -> Entry:
     """Ranges are symmetric where a random sign follows, so that there a level of one half does nothing."""
     twice = 2 * level - 1
     magnitude = {
         "shear_x": 0.3 * twice,
         "shear_y": 0.3 * twice,
         "translate_x": 0.45 * width * twice,
-        "translate_y": 0.45 * width * twice,
+        "translate_y": 0.45 * height * twice,
         "rotate": 30 * twice,
         "solarize": 256 * level,
         "posterize": int(4 + 4 * level),
@@ -133,9 +134,12 @@ class PopulationBasedAugment:
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """Up to two of the 30 entries, in random order: the first ones whose probability says so."""
+        if self.epoch < 0:
+            raise UsageError(f"epoch={self.epoch}: allowed are whole numbers from 0.")
         at = self.epoch * 200 // self.epochs
         phase = max(i for i, start in enumerate(self.starts) if start <= at)
-        most_N = torch.multinomial(torch.tensor([0.2, 0.3, 0.5]), n, replacement=True, generator=generator)
+        how_many = torch.tensor([0.2, 0.3, 0.5])
+        most_N = torch.multinomial(how_many, max(n, 1), replacement=True, generator=generator)[:n]
         order_NE = torch.rand(n, len(self.code_E), generator=generator).argsort(dim=1)
         fires_NE = torch.rand(order_NE.shape, generator=generator) < self.probability_FE[phase][order_NE]
         done_NE = fires_NE & (fires_NE.cumsum(dim=1) <= most_N.unsqueeze(1))

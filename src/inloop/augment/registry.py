@@ -4,6 +4,7 @@ A record of what to do to each example is a dict of tensors, so there an operati
 alone, and is the same in every process.
 """
 
+import math
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -106,7 +107,7 @@ def register_operation(
 
     Args:
         function: ``function(examples, magnitude_N)`` gives new examples of the same shape and dtype; it gets some of a batch's
-            examples, each with its magnitude (float64).
+            examples, each with its magnitude (float64). In :func:`~inloop.augment.apply` it runs without autograd.
         magnitudes: Those of strength 0 and of strength 30; the others lie evenly between.
         signed: Whether the magnitude gets a random sign.
 
@@ -120,6 +121,10 @@ def register_operation(
         >>> apply(torch.randn(8, 16000), policy.sample(8)).shape
         torch.Size([8, 16000])
     """
+    if not isinstance(name, str) or not callable(function):
+        raise UsageError(f"register_operation({name!r}, {function!r}): give a name and a function.")
+    if len(magnitudes) != 2 or not all(math.isfinite(end) for end in magnitudes):
+        raise UsageError(f"Operation '{name}': magnitudes={magnitudes}: give those of strength 0 and of strength 30.")
     if name in _operations and _operations[name].builtin:
         raise UsageError(f"Operation {name!r} is one of inloop's own. Fix: choose another name.")
     low, high = magnitudes
@@ -141,7 +146,7 @@ def _checked(name: str, new: Tensor, old: Tensor) -> Tensor:
             f"Operation '{name}' made {list(new.shape)} {new.dtype} of {list(old.shape)} {old.dtype}. Fix: return the shape and dtype "
             "that it got; several operations can follow each other on one example."
         )
-    if new.dtype.is_floating_point and not bool(torch.isfinite(new).all()) and bool(torch.isfinite(old).all()):
+    if new.dtype.is_floating_point and bool((~torch.isfinite(new) & torch.isfinite(old)).any()):
         raise UsageError(
             f"Operation '{name}' returned values that are not finite (NaN or infinite). Fix: mend the operation."
         )

@@ -12,6 +12,7 @@ The paper's table of WideLong has three slips: equalize takes no strength, poste
 range of the other blends.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,14 @@ class Space:
 
     name: str
     magnitudes: dict[str, tuple[float, ...]]
+
+    def __post_init__(self) -> None:
+        for operation, values in self.magnitudes.items():
+            get_operation(operation)
+            if len(values) != STRENGTHS or not all(math.isfinite(value) for value in values):
+                raise UsageError(
+                    f"Space '{self.name}', operation '{operation}': give {STRENGTHS} finite magnitudes; got {values}."
+                )
 
     @property
     def operations(self) -> tuple[str, ...]:
@@ -94,6 +103,7 @@ def _magnitudes(
     }
 
 
+_KINDS = {"cutout_grey": "cutout", "cutout_centered": "cutout"}  # have the magnitudes of
 _NARROW = _magnitudes(degrees=30, shear=0.3, pixels=10, most_bits=8, least_bits=4, blend=(0.1, 1.9), box=0.2)
 _WIDE = _magnitudes(degrees=135, shear=0.99, pixels=32, most_bits=8, least_bits=2, blend=(0.01, 2.0), box=0.6)
 _STANDARD = tuple(_NARROW)[:14]
@@ -133,7 +143,7 @@ def get_space(space: str | Space) -> Space:
     """
     if isinstance(space, Space):
         return space
-    if space not in SPACES:
+    if not isinstance(space, str) or space not in SPACES:
         raise UsageError(
             f"space={space!r}: allowed are {', '.join(SPACES)}, or a Space from inloop.augment.make_space."
         )
@@ -153,7 +163,7 @@ def make_space(operations: Sequence[str], base: str | Space = "wl", name: str = 
     magnitudes = {}
     for operation in operations:
         own = get_operation(operation).magnitudes
-        table = base.magnitudes.get(operation, own if own is not None else _WIDE.get(operation))
-        assert table is not None
-        magnitudes[operation] = table
+        magnitudes[operation] = base.magnitudes.get(
+            operation, own if own is not None else _WIDE[_KINDS.get(operation, operation)]
+        )
     return Space(name, magnitudes)

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 from inloop.augment.execution import apply
 from inloop.errors import UsageError
@@ -25,6 +26,7 @@ class Transform:
 
     Args:
         policy: Anything with ``sample(n, generator)``.
+        generator: Not for workers: each would have a copy, and they would all draw the same.
 
     Example:
         >>> from inloop.augment import TrivialAugment
@@ -34,13 +36,17 @@ class Transform:
     """
 
     def __init__(self, policy: Sampler, generator: torch.Generator | None = None) -> None:
-        if not callable(getattr(policy, "sample", None)):
-            raise UsageError(f"Transform takes a policy with sample(n, generator); got {type(policy).__name__}.")
+        if isinstance(policy, type) or not callable(getattr(policy, "sample", None)):
+            raise UsageError(f"Transform takes a policy with sample(n, generator); got {policy!r}.")
         self.policy = policy
         self.generator = generator
 
     def __call__(self, image: Any) -> Any:
         """An image of the same kind: PIL (RGB or L), or uint8 [C, H, W], or a batch of those [N, C, H, W]."""
+        if self.generator is not None and get_worker_info() is not None:
+            raise UsageError(
+                "A Transform with a generator would do the same in every worker and epoch. Fix: make it without one."
+            )
         if isinstance(image, Tensor):
             images = image if image.ndim == 4 else image.unsqueeze(0)
             new = apply(images, self.policy.sample(len(images), self.generator))

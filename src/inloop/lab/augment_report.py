@@ -41,9 +41,9 @@ _OLA = ("interleave", "reference", "normalisation", "accumulate", "policy_learni
 
 def augment_sections(folder: Path) -> list[str]:
     """A section for each group of runs that differ in the augmentation only; figures are written to ``folder``."""
-    groups: dict[str, list[FinishedRun]] = {}
+    groups: dict[tuple[str, str | None], list[FinishedRun]] = {}
     for run in read_runs(folder, "augment", AugmentSettings().as_dict()):
-        groups.setdefault(_title(run), []).append(run)
+        groups.setdefault((_title(run), run.settings.get("data_digest")), []).append(run)
     if not groups:
         return []
     heading = (
@@ -51,16 +51,18 @@ def augment_sections(folder: Path) -> list[str]:
         "the alignment of each augmented example's gradient with the next step's.</p>"
     )
     sections = enumerate(groups.items(), start=1)
-    return [heading, *(_section(title, runs, folder / f"report-augment-{k}") for k, (title, runs) in sections)]
+    return [heading, *(_section(title, runs, folder / f"report-augment-{k}") for k, ((title, _), runs) in sections)]
 
 
 def _title(run: FinishedRun) -> str:
+    """All that runs must share to be compared."""
     s = run.settings
     images = f"{s['examples']} images" if s["examples"] else "all images"
+    flip = "flip" if s["flip"] else "no flip"
     judged = f", judged by {s['validation']} validation images" if s["validation"] else ""
     return (
-        f"{s['data']}, {s['network']}, {images}, batch {s['batch']}, {s['epochs']} epochs, learning rate {s['learning_rate']:g}, "
-        f"crop {s['padding']}, Cutout {s['cutout']}{judged}"
+        f"{s['data']}, {s['network']}, {images}, batch {s['batch']}, {s['epochs']} epochs, learning rate {s['learning_rate']:g} after "
+        f"{s['warmup']} epochs, weight decay {s['weight_decay']:g}, clip {s['clip']:g}, crop {s['padding']}, {flip}, Cutout {s['cutout']}{judged}"
     )
 
 
@@ -74,7 +76,10 @@ def _section(title: str, runs: Sequence[FinishedRun], path: Path) -> str:
 
 def _table_2(runs: Sequence[FinishedRun]) -> str:
     """The paper's layout: the UA baseline above the method, the learned method on two spaces; ours, then the paper's."""
-    by_cell = {_cell(run): run for run in runs if _is_plain(run)}
+    by_cell: dict[tuple[str, str, str | None], list[FinishedRun]] = {}
+    for run in runs:
+        if _is_plain(run):
+            by_cell.setdefault(_cell(run), []).append(run)
     columns: list[tuple[str, str, str | None]] = [
         ("PBA", "pba", None),
         ("Fast AA", "fast-aa", None),
@@ -108,14 +113,14 @@ def _has_paper(runs: Sequence[FinishedRun]) -> bool:
     return any(_cell(run) in PAPER for run in runs)
 
 
-def _both(runs: dict[tuple[str, str, str | None], FinishedRun], method: str | None, space: str | None) -> str:
+def _both(runs: dict[tuple[str, str, str | None], list[FinishedRun]], method: str | None, space: str | None) -> str:
     if method is None:
         return "-"
     data = next(iter(runs))[0] if runs else ""
-    run, paper = runs.get((data, method, space)), PAPER.get((data, method, space))
-    ours = "" if run is None else _per_cent(_accuracy(run))
-    theirs = "" if paper is None else f" [{paper[0]}{'' if paper[1] is None else f' ± {paper[1]}'}]"
-    return (ours + theirs).strip() or "-"
+    paper = PAPER.get((data, method, space))
+    ours = [_per_cent(_accuracy(run)) for run in runs.get((data, method, space), [])]
+    theirs = [] if paper is None else [f"[{paper[0]}{'' if paper[1] is None else f' ± {paper[1]}'}]"]
+    return "<br>".join(ours + theirs) or "-"
 
 
 def _accuracy(run: FinishedRun) -> tuple[float, float] | None:
@@ -148,7 +153,8 @@ def _details(runs: Sequence[FinishedRun]) -> str:
         )
     head = ["augmentation", "options", "accuracy", "against none", "against ua", "seeds", "seconds an epoch"]
     text = (
-        "Differences are paired: the same seed has the same initial network, the same order of images and the same crops. Seconds: the median "
+        "Differences are paired: the same seed has the same initial network, the same order of images and the same crops; with a held-out "
+        "reference a tenth of the images is not trained on, so there only the network is the same. Seconds: the median "
         "over epochs; other work may have shared the machine."
     )
     return html_table(head, rows) + note(text)

@@ -1,6 +1,8 @@
 """What defines a run of the augmentation experiment, and the paper's own recipe as presets."""
 
-from dataclasses import asdict, dataclass, fields
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -95,15 +97,22 @@ class AugmentSettings:
         for name in ("learning_rate", "clip", "policy_learning_rate"):
             if getattr(self, name) <= 0:
                 raise UsageError(f"{name}={getattr(self, name)}: allowed are numbers above 0.")
+        for name, value in asdict(self).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise UsageError(f"{name}={value}: allowed are finite numbers.")
         if self.ra_strength > 30:
             raise UsageError(f"ra_strength={self.ra_strength}: allowed are 0..30.")
+        if self.start >= self.epochs:
+            raise UsageError(f"start={self.start}: the policy would not move in {self.epochs} epochs.")
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def folder_name(self) -> str:
-        """A name for the run's folder: data, network, augmentation, space, and whatever else is not the default."""
-        usual = with_augment_defaults(self.data, self.epochs)
+        """A name for the run's folder: data, network, augmentation, space, and whatever else is not usual for that data."""
+        usual = with_augment_defaults(self.data)
+        if self.warmup == default_warmup(self.epochs):
+            usual = replace(usual, warmup=self.warmup)
         shown = ("data", "network", "augment", "space")
         special = [
             f"{field.name}-{getattr(self, field.name)}"
@@ -115,26 +124,45 @@ class AugmentSettings:
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    f"paper-{data}-{space}": {
-        "data": data,
-        "network": "wrn-28-10",
-        "space": space,
-        "batch": 256,
-        "epochs": 200,
-        "warmup": 5,
-    }
+    f"paper-{data}-{space}": {"data": data, "network": "wrn-28-10", "space": space, "batch": 256, "epochs": 200}
     for data in ("cifar10", "cifar100")
     for space in ("wl", "ra")
 }
 
 
-def with_augment_defaults(data: str, epochs: int | None = None, **given: Any) -> AugmentSettings:
-    """Settings for ``data``; what is None takes the default for that data and number of epochs."""
+def default_warmup(epochs: int) -> int:
+    """The paper's 5 are a fortieth of its 200 epochs."""
+    return max(1, epochs // 40)
+
+
+def with_augment_defaults(data: str, epochs: int | None = None, side: int = 32, **given: Any) -> AugmentSettings:
+    """Settings for ``data``; what is None takes the default for that data and number of epochs.
+
+    Args:
+        side: Of the images, in pixels, if it is a user's own data: crop and Cutout are the paper's for 32, and smaller for less.
+    """
     chosen = {name: value for name, value in given.items() if value is not None}
+    defaults: dict[str, Any] = {"padding": max(1, min(side, 32) // 8), "cutout": min(side, 32) // 2}
+    if data == "digits":  # 8 x 8 pixels: nothing to cut out; and a mirrored digit is another or none
+        defaults = {"network": "wrn-10-1", "epochs": 40, "batch": 250, "padding": 1, "flip": False, "cutout": 0}
     if epochs is not None:
-        # The paper's warm-up is a fortieth of its 200 epochs.
-        chosen = {"warmup": max(1, epochs // 40), "epochs": epochs} | chosen
-    # 8 x 8 pixels: a crop by one of them, nothing to cut out; and a mirrored digit is another or none.
-    small = {"network": "wrn-10-1", "epochs": 40, "batch": 250, "warmup": 1, "padding": 1, "flip": False, "cutout": 0}
-    defaults: dict[str, Any] = small if data == "digits" else {}
-    return AugmentSettings(data=data, **(defaults | chosen))
+        defaults["epochs"] = epochs
+    return AugmentSettings(data=data, **({"warmup": default_warmup(defaults.get("epochs", 200))} | defaults | chosen))
+
+
+_ONLY_FOR = {
+    **dict.fromkeys(
+        ("interleave", "reference", "accumulate", "policy_learning_rate", "normalisation", "start", "layers"), ("ola",)
+    ),
+    **dict.fromkeys(("ra_operations", "ra_strength"), ("ra",)),
+    "space": SEARCHES_A_SPACE,
+}
+
+
+def refuse_idle_options(augment: str, given: Sequence[str]) -> None:
+    """Refuse options that would do nothing."""
+    for name in given:
+        if augment not in (meant_for := _ONLY_FOR.get(name, (augment,))):
+            raise UsageError(
+                f"--{name.replace('_', '-')} does nothing with --augment {augment}; it is for {', '.join(meant_for)}."
+            )

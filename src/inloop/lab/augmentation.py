@@ -6,6 +6,7 @@ operations alternate; the latter train the network like any other, and their gra
 
 import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ class AugmentExperiment:
         # Order and crops have generators of their own: so they are the same for every way to augment.
         self.generators = [torch.Generator().manual_seed(seed + 1000 * k) for k in range(1, 5)]
         self.order, self.crops, self.choices, self.references = self.generators
-        self.fixed = make_fixed(settings, self.space, data.train_x.shape[3])
+        self.fixed = make_fixed(settings, self.space, data.train_x.shape)
         self.learner = self._make_learner() if settings.augment == "ola" else None
         self.epochs: list[dict[str, Any]] = []
 
@@ -203,21 +204,28 @@ def rounded(values: Tensor) -> list[Any]:
 def choose_images(data: ImageData, settings: AugmentSettings) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """The training images, and those that the run is judged by.
 
-    Which of the training images are used is fixed, with equally many of each class as far as that goes; the validation part
+    Which of the training images are used is fixed, with as many of each class as its share of all; so is the validation part, which
     never overlaps with them.
     """
     num_images = len(data.train_x)
     wanted = settings.examples or num_images - settings.validation
-    if wanted + settings.validation > num_images or wanted < settings.batch:
+    learned = settings.augment == "ola"
+    trained_on = wanted - max(1, wanted // 10) if learned and settings.reference == "heldout" else wanted
+    if wanted + settings.validation > num_images or trained_on < settings.batch * (2 if learned else 1):
         raise UsageError(
             f"{wanted} images for training, {settings.validation} for validation, batches of {settings.batch}: there are {num_images} "
-            "training images, and at least one batch must be filled."
+            f"training images, and {'two batches' if learned else 'one batch'} must be filled{' without the held-out tenth' if trained_on < wanted else ''}."
+        )
+    if settings.cutout >= (side := min(data.train_x.shape[2:])):
+        raise UsageError(
+            f"cutout={settings.cutout} would blank images of {side} pixels. Fix: --cutout {side // 2} or less, 0 for none."
         )
     order = torch.randperm(num_images, generator=torch.Generator().manual_seed(0))
-    # Stable sort by how many of its class come before: round after round, one of each class.
+    # Sorted by what share of its class comes before: so every stretch has all classes in proportion.
     labels = data.train_y[order]
-    before = (F.one_hot(labels, data.num_classes).cumsum(dim=0) - 1).gather(1, labels.unsqueeze(1)).squeeze(1)
-    order = order[before.argsort(stable=True)]
+    is_class = F.one_hot(labels, data.num_classes)
+    before = (is_class.cumsum(dim=0) - 1).gather(1, labels.unsqueeze(1)).squeeze(1)
+    order = order[((before + 0.5) / is_class.sum(dim=0)[labels]).argsort(stable=True)]
     used, held = order[:wanted], order[num_images - settings.validation :]
     test = (data.train_x[held], data.train_y[held]) if settings.validation else (data.test_x, data.test_y)
     return (data.train_x[used], data.train_y[used]), test
@@ -230,7 +238,7 @@ def hold_out(images: tuple[Tensor, Tensor]) -> tuple[tuple[Tensor, Tensor], tupl
     return (x[:-size], y[:-size]), (x[-size:], y[-size:])
 
 
-def make_fixed(settings: AugmentSettings, space: str | Space, width: int) -> Any:
+def make_fixed(settings: AugmentSettings, space: str | Space, shape: Sequence[int]) -> Any:
     """The augmentation that is not learned; None if there is none."""
     match settings.augment:
         case "ua":
@@ -242,7 +250,7 @@ def make_fixed(settings: AugmentSettings, space: str | Space, width: int) -> Any
         case "aa":
             return AutoAugment()
         case "fast-aa":
-            return FastAutoAugment(width)
+            return FastAutoAugment(width=shape[3], height=shape[2])
         case "pba":
             return PopulationBasedAugment(settings.epochs)
     return None

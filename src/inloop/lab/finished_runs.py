@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,29 +28,33 @@ class FinishedRun:
         return None if any(value is None for value in values) else mean_and_interval(values)  # type: ignore[arg-type]
 
 
-def read_runs(folder: Path, experiment: str, known: Collection[str]) -> list[FinishedRun]:
+def read_runs(folder: Path, experiment: str, defaults: dict[str, Any]) -> list[FinishedRun]:
     """All runs of one experiment below ``folder`` that have a finished seed, in the order of their names.
 
     Args:
-        known: The names that its settings must have.
+        defaults: Of settings that runs from before they existed do not name.
     """
     runs = []
     for file in sorted(folder.resolve().rglob("settings.json")):
         settings = _read(file, None)
+        if not isinstance(settings, dict) or settings.get("experiment") != experiment or "data" not in settings:
+            continue
         seeds = {path: re.fullmatch(r"seed-(\d+)", path.parent.name) for path in file.parent.glob("seed-*/result.json")}
         finished = sorted((int(match[1]), path) for path, match in seeds.items() if match)
-        if isinstance(settings, dict) and settings.get("experiment") == experiment and set(known) <= set(settings):
-            fix = "Fix: remove it and run its seed again."
-            results = [_read(path, f"{path} cannot be read as JSON. {fix}") for _, path in finished]
-            runs += [FinishedRun(file.parent, settings, results)] if results else []
+        fix = "Fix: remove it and run its seed again."
+        results = [_read(path, f"{path} is no result of a seed. {fix}") for _, path in finished]
+        runs += [FinishedRun(file.parent, defaults | settings, results)] if results else []
     return runs
 
 
 def _read(path: Path, complaint: str | None) -> Any:
-    """None, or an error, for what is no JSON."""
+    """What a file holds; None, or an error, for what is no JSON, and for a result without epochs."""
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
+        content = json.loads(path.read_text())
+        if complaint is not None and not content["epochs"]:
+            raise ValueError
+        return content
+    except (OSError, ValueError, KeyError, TypeError):
         if complaint is not None:
             raise RunFolderError(complaint) from None
         return None

@@ -28,8 +28,16 @@ class RunFolderError(InloopError):
 class RunFolder:
     """The folder of one run. Files are replaced atomically: a full disk or a kill leaves the old one."""
 
-    def __init__(self, path: Path, kind: str, settings: dict[str, Any], restart: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        kind: str,
+        settings: dict[str, Any],
+        restart: bool = False,
+        defaults: dict[str, Any] | None = None,
+    ) -> None:
         self.path = path
+        self.defaults = defaults or {}  # of settings that a folder from before they existed does not name
         described = {"experiment": kind, **settings}
         if path.exists() and not path.is_dir():
             raise RunFolderError(f"{path} is a file. Fix: name a folder with --out.")
@@ -51,7 +59,7 @@ class RunFolder:
 
     def _refuse_foreign(self, described: dict[str, Any], same_settings: bool) -> None:
         try:
-            found = dict(json.loads((self.path / "settings.json").read_text()))
+            found = self.defaults | dict(json.loads((self.path / "settings.json").read_text()))
         except (OSError, ValueError, TypeError):
             raise RunFolderError(
                 f"{self.path} is not empty and is no folder of a run (no readable settings.json). Fix: name another with --out."
@@ -92,7 +100,7 @@ class SeedFolder:
         write_atomically(self.path / "checkpoint.pt", lambda file: torch.save({"state": state, "epochs": epochs}, file))
 
     def load(self) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
-        """The last saved state and epochs; None if there is none, or none that can be read."""
+        """The last saved state and epochs; None if there is none."""
         try:
             saved = torch.load(self.path / "checkpoint.pt", weights_only=True)
             return saved["state"], saved["epochs"]
