@@ -130,7 +130,10 @@ def test_broken_own_operations_are_named(function, match):
 @pytest.mark.parametrize(
     ("images", "match"),
     [
-        (torch.rand(2, 3, 8, 8), r"Operation 'rotate' got torch.float32 from 0.* to .*round\(\).to\(torch.uint8\)"),
+        (
+            torch.linspace(0, 1, 384).view(2, 3, 8, 8),
+            r"Operation 'rotate' got torch.float32 from 0 to 1.*round\(\).to\(torch.uint8\)",
+        ),
         (torch.zeros(2, 3, 8, 8, dtype=torch.long), "Operation 'rotate' got torch.int64"),
         (torch.zeros(2, 8, 8, 3, dtype=torch.uint8), r"Operation 'rotate' got images of shape \[2, 8, 8, 3\]"),
         (torch.zeros(3, 8, 8, dtype=torch.uint8), r"Operation 'rotate' got images of shape \[3, 8, 8\]"),
