@@ -20,28 +20,30 @@ export -f run
 
 commands() {
   # What was chosen, on 4,000 other training images, one seed each: RandAugment's N and M, and how OLA learns
-  local n m
-  for n in 1 2; do for m in 7 14; do
-    echo "validation-ra-ra-$n-$m 1 --validation 4000 --augment ra --space ra --ra-operations $n --ra-strength $m"
-  done; done
-  for m in 7 14; do echo "validation-ra-wl-1-$m 1 --validation 4000 --augment ra --space wl --ra-operations 1 --ra-strength $m"; done
-  echo "validation-none 1 --validation 4000 --augment none"
-  echo "validation-ua-ra 1 --validation 4000 --augment ua --space ra"
-  echo "validation-ola-ra 1 --validation 4000 --augment ola --space ra"
-  echo "validation-ola-ra-heldout 1 --validation 4000 --augment ola --space ra --reference heldout"
-  echo "validation-ola-ra-slow 1 --validation 4000 --augment ola --space ra --policy-learning-rate 0.02"
-  echo "validation-ola-ra-no-plain 1 --validation 4000 --augment ola --space ra --no-interleave"
+  local held="--validation 4000"
+  echo "validation-none 1 $held --augment none"
+  echo "validation-ua-ra 1 $held --augment ua --space ra"
+  for chosen in 1-14 2-7 2-14; do
+    echo "validation-ra-ra-$chosen 1 $held --augment ra --space ra --ra-operations ${chosen%-*} --ra-strength ${chosen#*-}"
+  done
+  for m in 7 14; do echo "validation-ra-wl-1-$m 1 $held --augment ra --space wl --ra-operations 1 --ra-strength $m"; done
+  echo "validation-ola-ra 1 $held --augment ola --space ra"
+  echo "validation-ola-ra-heldout 1 $held --augment ola --space ra --reference heldout"
+  echo "validation-ola-ra-slow 1 $held --augment ola --space ra --policy-learning-rate 0.02"
+  echo "validation-ola-ra-no-plain 1 $held --augment ola --space ra --no-interleave"
+  echo "validation-ola-ra-slow-no-plain 1 $held --augment ola --space ra --policy-learning-rate 0.02 --no-interleave"
+  echo "validation-ola-ra-centred 1 $held --augment ola --space ra --normalisation center"
   # The comparison, on the test images; paired seeds
-  local some
   for some in $(seq 2 2 "$seeds"); do
     echo "none $some --augment none"
     for space in ra wl; do
       echo "ua-$space $some --augment ua --space $space"
       echo "ta-$space $some --augment ta --space $space"
-      echo "ola-$space $some --augment ola --space $space"
+      echo "ola-$space $some --augment ola --space $space --no-interleave"
     done
-    echo "ra-ra $some --augment ra --space ra --ra-operations 1 --ra-strength 14"
+    echo "ra-ra $some --augment ra --space ra --ra-operations 2 --ra-strength 7"
     echo "ra-wl $some --augment ra --space wl --ra-operations 1 --ra-strength 7"
+    echo "ola-ra-paper $some --augment ola --space ra"
   done
 }
 

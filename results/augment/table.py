@@ -20,8 +20,9 @@ ARMS = {
     "ta-wl": "TrivialAugment, WideLong",
     "ra-ra": "RandAugment, RA",
     "ra-wl": "RandAugment, WideLong",
-    "ola-ra": "OLA (learned), RA",
-    "ola-wl": "OLA (learned), WideLong",
+    "ola-ra": "OLA (learned), RA, no plain steps",
+    "ola-wl": "OLA (learned), WideLong, no plain steps",
+    "ola-ra-paper": "OLA (learned), RA, the paper's way",
 }
 
 
@@ -53,7 +54,7 @@ def comparison() -> str:
         if run is None:
             continue
         accuracy = show_interval(*mean_and_interval(list(accuracies(run).values())), 2)
-        space = name.rpartition("-")[2]
+        space = run["space"]
         against_none = "" if name == "none" else difference(run, "none")
         against_ua = "" if name == "none" or name.startswith("ua") else difference(run, f"ua-{space}")
         lines.append(f"| {label} | {accuracy} | {against_none} | {against_ua} | {len(run['results'])} |")
