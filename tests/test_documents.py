@@ -124,7 +124,9 @@ def test_learn_augmentation():
     assert min(keep["identity"], keep["auto_contrast"], keep["sharpness"]) > 0.1
 
 
-@pytest.mark.parametrize(("experiment", "line"), [("splits", "| fc-bn, gar | "), ("augment", "| OLA (learned), RA, no plain steps | ")])
+@pytest.mark.parametrize(
+    ("experiment", "line"), [("splits", "| fc-bn, gar | "), ("augment", "| OLA (learned), RA, no plain steps | ")]
+)
 def test_the_tables_are_those_of_the_committed_runs(experiment, line):
     spec = importlib.util.spec_from_file_location("table", ROOT / "results" / experiment / "table.py")
     module = importlib.util.module_from_spec(spec)

@@ -6,20 +6,22 @@ from collections.abc import Sequence
 from torch import nn
 
 from inloop.alignment.call import LayerCall
+from inloop.alignment.reduced import ReducedCall
 from inloop.errors import BatchSizeError, UnsupportedLayerError
 
+AnyCall = LayerCall | ReducedCall
 Structure = frozenset[tuple[tuple[int, str, int], int]]
 
 
-def batch_sizes(calls: Sequence[LayerCall]) -> list[int]:
+def batch_sizes(calls: Sequence[AnyCall]) -> list[int]:
     """The number of examples of each micro-batch.
 
     Raises:
         BatchSizeError: If the layers of one micro-batch disagree, or if one computes what all examples share.
     """
-    first: dict[int, LayerCall] = {}
+    first: dict[int, AnyCall] = {}
     for call in calls:
-        if call.dout.dim() <= call.batch_axis:
+        if isinstance(call, LayerCall) and call.dout.dim() <= call.batch_axis:
             raise UnsupportedLayerError(
                 f"'{call.name}' ({type(call.layer).__name__}) returned a scalar that reaches the loss; no part of it can be told to "
                 "belong to an example. Fix: return a value for each example and average outside, or leave it out with layers=."
@@ -36,7 +38,7 @@ def batch_sizes(calls: Sequence[LayerCall]) -> list[int]:
     return [call.num_examples for _, call in sorted(first.items())]
 
 
-def structure_of(calls: Sequence[LayerCall]) -> Structure:
+def structure_of(calls: Sequence[AnyCall]) -> Structure:
     """Which layers were called how often in each micro-batch; another structure is another kind of step."""
     return frozenset(Counter((call.batch, call.name, call.output_index) for call in calls).items())
 
@@ -47,7 +49,7 @@ _SHARED = (
 )
 
 
-def _disagreement(call: LayerCall, known: LayerCall) -> str:
+def _disagreement(call: AnyCall, known: AnyCall) -> str:
     if call.name == known.name:
         return (
             f"Layer '{call.name}' was called with {known.num_examples} and with {call.num_examples} examples in one micro-batch. "
@@ -61,9 +63,11 @@ def _disagreement(call: LayerCall, known: LayerCall) -> str:
     )
 
 
-def _looks_like_positions(call: LayerCall, calls: Sequence[LayerCall]) -> bool:
+def _looks_like_positions(call: AnyCall, calls: Sequence[AnyCall]) -> bool:
     """Whether L consecutive ids were looked up once for all while another layer has L positions for each of L examples."""
-    ids = call.args[0] if call.args and isinstance(call.layer, nn.Embedding) else None
-    if ids is None or ids.dim() != 1 or len(ids) < 2 or not bool((ids.diff() == 1).all()):
+    if isinstance(call, ReducedCall) or not call.args or not isinstance(call.layer, nn.Embedding):
         return False
-    return any(other.dout.dim() > 2 and other.dout.shape[1] == len(ids) for other in calls)
+    ids = call.args[0]
+    if ids.dim() != 1 or len(ids) < 2 or not bool((ids.diff() == 1).all()):
+        return False
+    return any(other.num_positions == len(ids) for other in calls)

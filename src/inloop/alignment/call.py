@@ -77,6 +77,22 @@ class LayerCall:
         )
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self.dout.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.dout.device
+
+    def with_magnitudes(self) -> "LayerCall":
+        return replace(self, absolute=True)
+
+    @property
+    def num_positions(self) -> int:
+        """Length of the axis after the examples', of outputs that have more than features."""
+        return self.dout.shape[1] if self.dout.dim() > 2 else 0
+
+    @property
     def num_examples(self) -> int:
         return self.dout.shape[self.batch_axis]
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from inloop.alignment.call import LayerCall
+from inloop.alignment.per_example import CONVOLUTION, GROUP_NORM, LAYER_NORM, LINEAR, RMS_NORM
 from inloop.alignment.rules import affine_in_parameters, alignment_rule, linear_in_parameters
 
 
@@ -14,12 +15,16 @@ def _channels_and_space(layer: nn.Module) -> int:
     return 1 + len(cast(nn.Conv2d, layer).kernel_size)
 
 
-alignment_rule(nn.Linear, nn.Bilinear, nn.GroupNorm)(linear_in_parameters)
+alignment_rule(nn.Linear, per_example=LINEAR)(linear_in_parameters)
+alignment_rule(nn.Bilinear)(linear_in_parameters)
+alignment_rule(nn.GroupNorm, per_example=GROUP_NORM)(linear_in_parameters)
 
-alignment_rule(
-    *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-    example_dims=_channels_and_space,
-)(linear_in_parameters)
+alignment_rule(nn.Conv1d, nn.Conv2d, nn.Conv3d, example_dims=_channels_and_space, per_example=CONVOLUTION)(
+    linear_in_parameters
+)
+alignment_rule(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, example_dims=_channels_and_space)(
+    linear_in_parameters
+)
 
 # Statistics over the batch are those of step t: recomputed from the recorded input, or the running ones in eval mode.
 alignment_rule(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)(linear_in_parameters)
@@ -28,9 +33,13 @@ alignment_rule(nn.InstanceNorm1d, example_dims=2)(linear_in_parameters)
 alignment_rule(nn.InstanceNorm2d, example_dims=3)(linear_in_parameters)
 alignment_rule(nn.InstanceNorm3d, example_dims=4)(linear_in_parameters)
 
-alignment_rule(nn.LayerNorm, nn.RMSNorm, example_dims=lambda layer: len(cast(nn.LayerNorm, layer).normalized_shape))(
-    linear_in_parameters
-)
+
+def _features(layer: nn.Module) -> int:
+    return len(cast(nn.LayerNorm, layer).normalized_shape)
+
+
+alignment_rule(nn.LayerNorm, example_dims=_features, per_example=LAYER_NORM)(linear_in_parameters)
+alignment_rule(nn.RMSNorm, example_dims=_features, per_example=RMS_NORM)(linear_in_parameters)
 
 alignment_rule(nn.PReLU, parameters=("weight",), example_dims=0)(affine_in_parameters)
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from inloop.alignment.call import LayerCall
+from inloop.alignment.per_example import PerExample
 
 AlignFunction = Callable[[LayerCall, Mapping[str, Tensor]], Tensor]
 
@@ -41,6 +42,7 @@ class Rule:
         example_dims: How many axes of the input belong to one example; an input without one more is not batched.
         when: A further condition on the layer.
         keeps_parameters: Whether ``call.layer`` has the parameters of step t; else it has shapes without values.
+        per_example: How to form the examples' gradients, for calls where they are smaller than x and dout; None if not at all.
     """
 
     align: AlignFunction
@@ -48,6 +50,7 @@ class Rule:
     example_dims: Callable[[nn.Module], int]
     when: Callable[[nn.Module], bool]
     keeps_parameters: bool
+    per_example: PerExample | None = None
 
 
 _RULES: dict[type[nn.Module], Rule] = {}
@@ -59,6 +62,7 @@ def alignment_rule(
     example_dims: Callable[[nn.Module], int] | int = 1,
     when: Callable[[nn.Module], bool] = lambda layer: True,
     keeps_parameters: bool = False,
+    per_example: PerExample | None = None,
 ) -> Callable[[AlignFunction], AlignFunction]:
     """Register how layers of these types are aligned; use it as a decorator or on a ready-made function.
 
@@ -68,6 +72,7 @@ def alignment_rule(
         when: A further condition on the layer; where it is false the exact but slower fallback is used.
         keeps_parameters: Keep a copy of the layer's parameters of step t, for a rule that reads them from ``call.layer``: by
             the time a direction is known, the optimizer has changed the layer's own.
+        per_example: How to form the examples' gradients, for calls where they are smaller than what they are made of.
 
     Example:
         A layer that is linear in its parameters needs no code of its own:
@@ -84,7 +89,7 @@ def alignment_rule(
     def register(function: AlignFunction) -> AlignFunction:
         dims = example_dims if callable(example_dims) else lambda layer: example_dims
         for layer_type in layer_types:
-            _RULES[layer_type] = Rule(function, frozenset(parameters), dims, when, keeps_parameters)
+            _RULES[layer_type] = Rule(function, frozenset(parameters), dims, when, keeps_parameters, per_example)
         return function
 
     return register

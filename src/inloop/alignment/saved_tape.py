@@ -8,6 +8,7 @@ from torch.utils._pytree import tree_map_only
 
 from inloop.alignment.call import Autocast, LayerCall, versions_of
 from inloop.alignment.plan import Plan, Site
+from inloop.alignment.reduced import ReducedCall
 from inloop.alignment.tape import Tape
 from inloop.alignment.twin import make_twin
 from inloop.errors import UsageError
@@ -15,7 +16,14 @@ from inloop.errors import UsageError
 
 def tape_state(tape: Tape) -> dict[str, Any]:
     """What the tape holds. It is as large as the activations and output gradients of a step."""
-    return {"reduction": tape.reduction, "calls": [_call_state(call) for call in tape.calls]}
+    return {"reduction": tape.reduction, "calls": [_any_call_state(call) for call in tape.calls]}
+
+
+def _any_call_state(call: LayerCall | ReducedCall) -> dict[str, Any]:
+    if isinstance(call, LayerCall):
+        return _call_state(call)
+    rest = {"gradients": dict(call.gradients), "magnitudes": dict(call.magnitudes), "num_positions": call.num_positions}
+    return _call_state(call.call) | {"reduced": rest}
 
 
 def restore_tape(plan: Plan, state: dict[str, Any]) -> Tape:
@@ -28,7 +36,8 @@ def restore_tape(plan: Plan, state: dict[str, Any]) -> Tape:
                 f"The saved tape has a call of layer '{saved['name']}', which is not recorded in this model. Fix: build the model "
                 "and the learner as they were when the state was saved."
             )
-        tape.calls.append(_restore_call(sites[saved["name"]], saved))
+        call = _restore_call(sites[saved["name"]], saved)
+        tape.calls.append(ReducedCall(call, **saved["reduced"]) if "reduced" in saved else call)
     tape.close()
     return tape
 

@@ -19,6 +19,7 @@ from inloop.alignment.call import LayerCall
 from inloop.alignment.direction import resolve_direction
 from inloop.alignment.output_hook import hook_gradient
 from inloop.alignment.plan import Plan
+from inloop.alignment.reduced import ReducedCall, reduced
 from inloop.alignment.verification import verify_calls
 from inloop.errors import UsageError
 
@@ -46,7 +47,7 @@ class Tape:
     def __init__(self, plan: Plan, reduction: Reduction) -> None:
         check_reduction(reduction)
         self.reduction = reduction
-        self.calls: list[LayerCall] = []
+        self.calls: list[LayerCall | ReducedCall] = []
         self.batch = 0  # the micro-batch that forward passes belong to at the moment
         self.black_box_state: dict[str, BlackBoxState] = {}  # of the black boxes that are running
         self._waiting: list[_Waiting] = []
@@ -67,7 +68,7 @@ class Tape:
         def write(dout: Tensor) -> None:
             open_tape = tape()
             if open_tape is not None and waiting.call is not None:
-                open_tape.calls.append(waiting.call.with_gradient(dout.detach(), output_index, batch_axis))
+                open_tape.calls.append(reduced(waiting.call.with_gradient(dout.detach(), output_index, batch_axis)))
 
         hook_gradient(output, write)
 
@@ -114,7 +115,7 @@ class Tape:
             if any(value is not None for value in local.values()):
                 part = call.align(local)
                 totals[call.batch] = totals[call.batch] + part if call.batch in totals else part
-        device = self.calls[0].dout.device
+        device = self.calls[0].device
         order = sorted({call.batch for call in self.calls})
         empty = (torch.zeros(size, device=device) for size in sizes)
         return torch.cat([totals.get(batch, zeros) for batch, zeros in zip(order, empty, strict=True)])

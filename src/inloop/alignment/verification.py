@@ -6,19 +6,21 @@ to, nor whether the loss was a mean or a sum.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from inloop.alignment.call import LayerCall
+from inloop.alignment.reduced import ReducedCall
 from inloop.errors import VerificationError
 
 # Of the sum of |c_i|: far above rounding, far below any real omission.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
-def verify_calls(calls: Sequence[LayerCall], gradients: Mapping[str, Tensor | None], names: Collection[str]) -> None:
+def verify_calls(
+    calls: Sequence[LayerCall | ReducedCall], gradients: Mapping[str, Tensor | None], names: Collection[str]
+) -> None:
     """Check the equation for the parameters ``names``.
 
     Raises:
@@ -42,19 +44,19 @@ def verify_calls(calls: Sequence[LayerCall], gradients: Mapping[str, Tensor | No
             raise VerificationError(_what_is_wrong(name, total, norm))
 
 
-def _magnitude(calls: Sequence[LayerCall], name: str, unit: Tensor) -> float:
+def _magnitude(calls: Sequence[LayerCall | ReducedCall], name: str, unit: Tensor) -> float:
     """``sum |dout| |f(x; g)|``, element by element."""
     return sum(
-        float(replace(call, absolute=True).align({local: unit}).abs().sum())
+        float(call.with_magnitudes().align({local: unit}).abs().sum())
         for call in calls
         for local, canonical in call.parameter_names.items()
         if canonical == name
     )
 
 
-def _tolerance(calls: Sequence[LayerCall], gradient: Tensor | None) -> float:
+def _tolerance(calls: Sequence[LayerCall | ReducedCall], gradient: Tensor | None) -> float:
     """That of the coarsest precision that took part."""
-    dtypes = {call.dout.dtype for call in calls} | ({gradient.dtype} if gradient is not None else set())
+    dtypes = {call.dtype for call in calls} | ({gradient.dtype} if gradient is not None else set())
     return max((_TOLERANCE[dtype] for dtype in dtypes), default=0.0)
 
 

@@ -6,7 +6,8 @@ own initialisation.
 """
 
 import re
-from typing import cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,11 +18,11 @@ from inloop.errors import UsageError
 class Block(nn.Module):
     """BatchNorm, ReLU, convolution, twice, around a shortcut."""
 
-    def __init__(self, channels_in: int, channels_out: int, stride: int) -> None:
+    def __init__(self, channels_in: int, channels_out: int, stride: int, norm: Callable[[int], nn.Module]) -> None:
         super().__init__()
-        self.norm1 = nn.BatchNorm2d(channels_in)
+        self.norm1 = norm(channels_in)
         self.conv1 = nn.Conv2d(channels_in, channels_out, 3, padding=1)
-        self.norm2 = nn.BatchNorm2d(channels_out)
+        self.norm2 = norm(channels_out)
         self.conv2 = nn.Conv2d(channels_out, channels_out, 3, stride=stride, padding=1)
         same = stride == 1 and channels_in == channels_out
         self.shortcut = nn.Identity() if same else nn.Conv2d(channels_in, channels_out, 1, stride=stride)
@@ -37,20 +38,29 @@ class WideResNet(nn.Module):
 
     Args:
         stem_stride: Of the first convolution; 2 quarters the cost of everything after it.
+        group_norm: GroupNorm, 8 channels a group, in place of BatchNorm.
     """
 
-    def __init__(self, depth: int, width: int, channels: int, num_classes: int, stem_stride: int = 1) -> None:
+    def __init__(
+        self, depth: int, width: int, channels: int, num_classes: int, stem_stride: int = 1, group_norm: bool = False
+    ) -> None:
         super().__init__()
         blocks, widths = (depth - 4) // 6, [16, 16 * width, 32 * width, 64 * width]
+        norm: Callable[[int], nn.Module] = _groups_of_8 if group_norm else nn.BatchNorm2d
         self.stem = nn.Conv2d(channels, widths[0], 3, stride=stem_stride, padding=1)
         self.stages = nn.Sequential(
             *(
-                Block(widths[stage] if first else widths[stage + 1], widths[stage + 1], 2 if first and stage > 0 else 1)
+                Block(
+                    widths[stage] if first else widths[stage + 1],
+                    widths[stage + 1],
+                    2 if first and stage > 0 else 1,
+                    norm,
+                )
                 for stage in range(3)
                 for first in [True] + [False] * (blocks - 1)
             )
         )
-        self.norm = nn.BatchNorm2d(widths[3])
+        self.norm = norm(widths[3])
         self.linear = nn.Linear(widths[3], num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -58,18 +68,26 @@ class WideResNet(nn.Module):
         return cast(Tensor, self.linear(out.mean(dim=(2, 3))))
 
 
-def parse_wide_resnet(name: str) -> tuple[int, int, int]:
-    """Depth, width and the first convolution's stride."""
-    match = re.fullmatch(r"wrn-(\d+)-(\d+)(-s2)?", name)
+def _groups_of_8(channels: int) -> nn.GroupNorm:
+    return nn.GroupNorm(channels // 8, channels)
+
+
+def parse_wide_resnet(name: str) -> dict[str, Any]:
+    """The arguments of ``WideResNet`` that a name stands for."""
+    match = re.fullmatch(r"wrn-(\d+)-(\d+)(-gn)?(-s2)?", name)
     if match is None or (int(match[1]) - 4) % 6 or int(match[1]) < 10 or int(match[2]) < 1:
         raise UsageError(
-            f"network={name!r}: allowed are wrn-DEPTH-WIDTH with DEPTH 10, 16, 22, 28, 34, 40, ..., such as wrn-28-10, and the same with "
-            "-s2 at the end (first convolution with stride 2)."
+            f"network={name!r}: allowed are wrn-DEPTH-WIDTH with DEPTH 10, 16, 22, 28, 34, 40, ..., such as wrn-28-10; -gn behind it for "
+            "GroupNorm, and -s2 for a stride of 2 in the first convolution."
         )
-    return int(match[1]), int(match[2]), 2 if match[3] else 1
+    return {
+        "depth": int(match[1]),
+        "width": int(match[2]),
+        "group_norm": bool(match[3]),
+        "stem_stride": 2 if match[4] else 1,
+    }
 
 
 def make_wide_resnet(name: str, channels: int, num_classes: int) -> WideResNet:
-    """``wrn-28-10`` and the like; ``-s2`` at the end gives the first convolution a stride of 2."""
-    depth, width, stem_stride = parse_wide_resnet(name)
-    return WideResNet(depth, width, channels, num_classes, stem_stride)
+    """``wrn-28-10`` and the like; with ``-gn`` for GroupNorm, with ``-s2`` for a first convolution with a stride of 2."""
+    return WideResNet(channels=channels, num_classes=num_classes, **parse_wide_resnet(name))

@@ -1,0 +1,102 @@
+"""Per-example gradients of layers with few parameters. Axes: N examples, C channels, O output channels, D features."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from inloop.alignment.call import LayerCall
+
+Form = Callable[[LayerCall, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class PerExample:
+    """How the gradients ``∂l_i/∂weight`` and ``∂l_i/∂bias`` follow from x and dout, [N, *shape]; both are linear in dout.
+
+    Attributes:
+        when: Whether it holds for this call.
+    """
+
+    weight: Form
+    bias: Form
+    when: Callable[[LayerCall], bool] = lambda call: True
+
+    def of(self, parameter: str) -> Form:
+        return self.weight if parameter == "weight" else self.bias
+
+
+def _sum_over_space(call: LayerCall, dout: Tensor) -> Tensor:
+    return dout.flatten(2).sum(dim=2)
+
+
+def _convolution_weight(call: LayerCall, dout: Tensor) -> Tensor:
+    """The weight gradient of one convolution whose groups are the examples."""
+    layer, (x,) = cast(nn.Conv2d, call.layer), call.args
+    n, weight = len(x), layer.weight
+    shape = (n * weight.shape[0], *weight.shape[1:])
+    unused = torch.empty(1, dtype=x.dtype, device=x.device).expand(shape)  # the gradient does not depend on the weight
+    _, gradient, _ = torch.ops.aten.convolution_backward(
+        dout.reshape(1, n * dout.shape[1], *dout.shape[2:]),
+        x.reshape(1, n * x.shape[1], *x.shape[2:]),
+        unused,
+        None,
+        layer.stride,
+        layer.padding,
+        layer.dilation,
+        False,
+        [0] * len(layer.kernel_size),
+        n * layer.groups,
+        [False, True, False],
+    )
+    return cast(Tensor, gradient).view(n, *weight.shape)
+
+
+def _plain_padding(call: LayerCall) -> bool:
+    layer = cast(nn.Conv2d, call.layer)
+    return layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
+
+
+def _group_norm_weight(call: LayerCall, dout: Tensor) -> Tensor:
+    layer, (x,) = cast(nn.GroupNorm, call.layer), call.args
+    return (dout * F.group_norm(x, layer.num_groups, eps=layer.eps)).flatten(2).sum(dim=2)
+
+
+def _sum_over_positions(call: LayerCall, dout: Tensor) -> Tensor:
+    """From [N, ..., *normalized_shape] to [N, *normalized_shape]."""
+    shape = cast(nn.LayerNorm, call.layer).normalized_shape
+    return dout.reshape(len(dout), -1, *shape).sum(dim=1)
+
+
+def _layer_norm_weight(call: LayerCall, dout: Tensor) -> Tensor:
+    layer, (x,) = cast(nn.LayerNorm, call.layer), call.args
+    return _sum_over_positions(call, dout * F.layer_norm(x, layer.normalized_shape, eps=layer.eps))
+
+
+def _rms_norm_weight(call: LayerCall, dout: Tensor) -> Tensor:
+    layer, (x,) = cast(nn.RMSNorm, call.layer), call.args
+    return _sum_over_positions(call, dout * F.rms_norm(x, list(layer.normalized_shape), eps=layer.eps))
+
+
+def _linear_weight(call: LayerCall, dout: Tensor) -> Tensor:
+    """``sum_t dout_t x_tᵀ``, [N, O, D]."""
+    (x,) = call.args
+    return cast(Tensor, dout.flatten(1, -2).transpose(1, 2) @ x.flatten(1, -2))
+
+
+def _linear_bias(call: LayerCall, dout: Tensor) -> Tensor:
+    return dout.flatten(1, -2).sum(dim=1)
+
+
+def _has_positions(call: LayerCall) -> bool:
+    return call.dout.dim() > 2
+
+
+CONVOLUTION = PerExample(_convolution_weight, _sum_over_space, _plain_padding)
+GROUP_NORM = PerExample(_group_norm_weight, _sum_over_space, _has_positions)
+LAYER_NORM = PerExample(_layer_norm_weight, _sum_over_positions)
+RMS_NORM = PerExample(_rms_norm_weight, _sum_over_positions)
+LINEAR = PerExample(_linear_weight, _linear_bias, _has_positions)

@@ -1,0 +1,95 @@
+"""Keeping less: where an example's gradient is smaller than what it is made of, it is formed at once.
+
+A recorded call holds x and dout until the next step. For layers with few parameters on many positions (the first convolutions of
+a network, normalisation layers) the per-example gradient ``∂l_i/∂θ``, shape [N, *θ], is smaller than both; then it is computed when
+dout arrives, x and dout are let go, and the alignment is its dot product with the direction. The result is the same.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from inloop.alignment.call import LayerCall
+
+LEAST_GAIN = 0.75  # of the memory of x and dout that gradients may take to be worth their while
+
+
+@dataclass(frozen=True, slots=True)
+class ReducedCall:
+    """A call of which only the examples' gradients are left.
+
+    Attributes:
+        gradients: Of each of the layer's own parameters, [N, *shape].
+        magnitudes: Sums of magnitudes in place of sums, for parameters whose gradient may cancel within an example.
+    """
+
+    call: LayerCall  # without its tensors: name, layer, which batch
+    gradients: Mapping[str, Tensor]
+    magnitudes: Mapping[str, Tensor] = field(default_factory=dict)
+    num_positions: int = 0
+    absolute: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.call.name
+
+    @property
+    def batch(self) -> int:
+        return self.call.batch
+
+    @property
+    def output_index(self) -> int:
+        return self.call.output_index
+
+    @property
+    def parameter_names(self) -> Mapping[str, str]:
+        return self.call.parameter_names
+
+    @property
+    def num_examples(self) -> int:
+        return len(next(iter(self.gradients.values())))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(iter(self.gradients.values())).dtype
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.gradients.values())).device
+
+    def align(self, direction: Mapping[str, Tensor | None]) -> Tensor:
+        """``sum_θ <∂l_i/∂θ, direction_θ>`` for every example; missing entries of ``direction`` are zero."""
+        total = torch.zeros(self.num_examples, dtype=self.dtype, device=self.device)
+        for name, gradient in self.gradients.items():
+            along = direction.get(name)
+            if along is None:
+                continue
+            along = along.detach().to(gradient.dtype).flatten()
+            if self.absolute:
+                gradient, along = self.magnitudes.get(name, gradient).abs(), along.abs()
+            total += gradient.flatten(1) @ along
+        return total
+
+    def with_magnitudes(self) -> "ReducedCall":
+        return replace(self, absolute=True)
+
+
+def reduced(call: LayerCall) -> LayerCall | ReducedCall:
+    """The call, or its examples' gradients if its rule can form them and they are clearly smaller."""
+    form = call.rule.per_example
+    if form is None or call.dout.numel() == 0 or len(call.args) != 1 or call.kwargs or call.autocast.enabled or call.dout.dtype not in _PRECISE:
+        return call
+    size = sum(p.numel() for name, p in call.layer.named_parameters() if name in call.parameter_names)
+    if len(call.dout) * size > LEAST_GAIN * (call.args[0].numel() + call.dout.numel()) or not form.when(call):
+        return call
+    with torch.no_grad():
+        gradients = {name: form.of(name)(call, call.dout) for name in call.parameter_names}
+        magnitudes = {name: form.bias(call, call.dout.abs()) for name in gradients if name == "bias"}
+    return ReducedCall(
+        replace(call, args=(), dout=call.dout.new_empty(0), versions=()), gradients, magnitudes, call.num_positions
+    )
+
+
+_PRECISE = (torch.float32, torch.float64)

@@ -1,0 +1,61 @@
+"""What is measured: a model, a batch for it, and the loss of each example."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from inloop.errors import UsageError
+from inloop.lab.bench.transformers import gpt_6, vit_tiny
+from inloop.lab.wide_resnet import make_wide_resnet
+
+
+@dataclass(frozen=True)
+class Task:
+    """One batch, on which every step is done."""
+
+    model: nn.Module
+    x: Tensor
+    y: Tensor
+
+    def losses(self, outputs: Tensor) -> Tensor:
+        """Cross-entropy of each example, [N]; of a sequence its mean over positions."""
+        if outputs.dim() == 2:
+            return F.cross_entropy(outputs, self.y, reduction="none")
+        return F.cross_entropy(outputs.transpose(1, 2), self.y, reduction="none").mean(dim=1)
+
+
+def _mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
+
+
+def _classify(*shape: int) -> Callable[[int], tuple[Tensor, Tensor]]:
+    return lambda batch: (torch.randn(batch, *shape), torch.randint(10, (batch,)))
+
+
+def _sequences(batch: int) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(256, (batch, 257))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+# model, its batch, and the usual batch size
+_TASKS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, Tensor]], int]] = {
+    **{
+        name: (lambda name=name: make_wide_resnet(name, 3, 10), _classify(3, 32, 32), batch)  # type: ignore[misc]
+        for name, batch in (("wrn-16-4", 64), ("wrn-16-4-gn", 64), ("wrn-28-10", 32), ("wrn-28-10-gn", 32))
+    },
+    "vit-tiny": (vit_tiny, _classify(3, 32, 32), 64),
+    "gpt-6": (gpt_6, _sequences, 8),
+    "mlp": (_mlp, _classify(784), 256),
+}
+MODELS = tuple(_TASKS)
+
+
+def make_task(model: str, batch: int | None = None) -> Task:
+    if model not in _TASKS:
+        raise UsageError(f"model {model!r}: allowed are {', '.join(MODELS)}.")
+    torch.manual_seed(0)
+    build, make_batch, usual = _TASKS[model]
+    return Task(build(), *make_batch(batch or usual))

@@ -1,0 +1,63 @@
+"""One mode of one model in a process of its own: does steps when asked, and says how long each took.
+
+    python -m inloop.lab.bench.worker MODEL MODE BATCH
+
+Reads lines from standard input, "time" or "memory", and answers each with a line of JSON.
+"""
+
+import importlib.util
+import json
+import logging
+import sys
+import time
+import warnings
+from typing import Any
+
+from inloop.lab.bench.memory import peak_bytes
+from inloop.lab.bench.modes import MODES, Step
+from inloop.lab.bench.peers import PEERS
+from inloop.lab.bench.tasks import make_task
+
+ALL_MODES = (*MODES, *PEERS)
+STEPS = 2  # timed together: in some modes every second step is another
+
+
+def make_step(model: str, mode: str, batch: int | None) -> Step:
+    if mode in PEERS and importlib.util.find_spec(PEERS[mode][0]) is None:
+        raise ModuleNotFoundError(f"{PEERS[mode][0]} is not installed")
+    build = MODES[mode] if mode in MODES else PEERS[mode][1]
+    step: Step = build(make_task(model, batch))
+    return step
+
+
+def _say(answer: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Serve until standard input ends."""
+    warnings.simplefilter("ignore")
+    logging.disable()
+    model, mode, batch = sys.argv[1:]
+    try:
+        step = make_step(model, mode, int(batch) or None)
+        for _ in range(2 * STEPS):  # the first are slower: allocations, checks, nothing to pay yet
+            step()
+    except Exception as error:  # whatever keeps a library from this model is the answer
+        first = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        _say({"error": f"{type(error).__name__}: {first}"})
+        return
+    _say({"ready": True})
+    for line in sys.stdin:
+        if line.strip() == "memory":
+            _say({"peak_bytes": max(peak_bytes(step) for _ in range(STEPS))})
+            continue
+        started = time.perf_counter()
+        for _ in range(STEPS):
+            step()
+        _say({"seconds": (time.perf_counter() - started) / STEPS})
+
+
+if __name__ == "__main__":
+    main()
