@@ -46,6 +46,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+_DATA_HELP = (
+    "default: digits. PATH: an .npz with uint8 images x [N, C, H, W] or [N, H, W, C] and labels y, perhaps test_x and test_y; or a folder "
+    "with a folder of images for each class"
+)
+_AUGMENT_HELP = (
+    "ola: learned in the run; ua: UniformAugment; ra: RandAugment; ta: TrivialAugment; aa: AutoAugment; fast-aa: Fast AutoAugment; pba: "
+    "Population Based Augmentation; none: crop and flip only; default: ola"
+)
+
+
 def _add_splits(experiments: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     from inloop.lab.networks import NETWORKS
     from inloop.lab.noise import Noise
@@ -57,7 +67,7 @@ def _add_splits(experiments: "argparse._SubParsersAction[argparse.ArgumentParser
         description="The paper's section 5.1: equal splits of a data set, the first one noisy; which are learned from is learned. "
         "The same command again continues an interrupted run.",
     )
-    splits.add_argument("--data", default="digits", metavar="digits|cifar10|cifar100|PATH", help="default: digits")
+    splits.add_argument("--data", default="digits", metavar="digits|cifar10|cifar100|PATH", help=_DATA_HELP)
     splits.add_argument("--network", choices=NETWORKS, help="default: fc-bn")
     splits.add_argument("--reward", choices=get_args(RewardName), help="default: gar")
     splits.add_argument("--noise", choices=get_args(Noise), help="what is wrong with split 0; default: labels")
@@ -82,15 +92,22 @@ def _add_augment(experiments: "argparse._SubParsersAction[argparse.ArgumentParse
         description="The paper's section 5.2: the augmentation policy is learned in the training run itself (ola), or is a fixed one. "
         "The same command again continues an interrupted run.",
     )
-    augment.add_argument("--data", metavar="digits|cifar10|cifar100|PATH", help="default: digits")
+    augment.add_argument("--data", metavar="digits|cifar10|cifar100|PATH", help=_DATA_HELP)
     augment.add_argument("--preset", choices=PRESETS, help="the paper's full recipe; other options still count")
-    augment.add_argument("--network", help="wrn-DEPTH-WIDTH, as wrn-28-10; default: wrn-28-10, for digits wrn-10-1")
-    augment.add_argument("--augment", choices=get_args(AugmentName), help="default: ola")
+    augment.add_argument(
+        "--network",
+        help="wrn-DEPTH-WIDTH, as wrn-28-10, and behind it -gn for GroupNorm, -s2 for a first stride of 2; default: wrn-28-10, for digits wrn-10-1",
+    )
+    augment.add_argument("--augment", choices=get_args(AugmentName), help=_AUGMENT_HELP)
     augment.add_argument("--space", choices=SPACES, help="operations and ranges of ola, ua, ra, ta; default: wl")
     augment.add_argument("--batch", type=int, help="default: 256, for digits 250")
     augment.add_argument("--epochs", type=int, help="default: 200, for digits 40")
     augment.add_argument("--examples", type=int, help="training images used; default: all")
-    augment.add_argument("--validation", type=int, help="training images to judge by instead of the test images")
+    augment.add_argument(
+        "--validation",
+        type=int,
+        help="training images, not trained on, whose accuracy is reported instead of that of the test images",
+    )
     augment.add_argument("--learning-rate", type=float, help="default: 0.1")
     augment.add_argument("--warmup", type=int, help="epochs; default: a fortieth, at least 1")
     augment.add_argument("--padding", type=int, help="of the random crop; default: 4, for small images less")

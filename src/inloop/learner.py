@@ -52,7 +52,8 @@ class InLoop:
         reference: What a step is judged by: "next" (the next step, as in the paper), "previous" (the step before), or a
             function that returns a scalar loss on held-out data; it is evaluated at the parameters after the step.
         accumulate: Paid steps for each policy update.
-        interleave: Let every second step use the policy's neutral choices; such a step pays the one before it, trains the
+        interleave: Let every second step use the policy's neutral choices (for a mixture all sources alike, the bad ones, too, which
+            makes them harder to find; for augmentation no operation); such a step pays the one before it, trains the
             model like any other, and is not paid itself.
         policy_optimizer: Over the policy's parameters; by default ``Adam(lr=0.1)``.
         normalisation: Of rewards: "step" (mean 0 and deviation 1 within the step), "center" (mean 0 only: steps with small rewards

@@ -70,8 +70,8 @@ def is_collapsing(probabilities: Sequence[float]) -> bool:
 def describe_collapse(probabilities: Sequence[float]) -> str:
     return (
         f"the policy is collapsing, to {effective_number(probabilities):.1f} effective sources of {len(probabilities)}; the largest has a "
-        f"share of {max(probabilities):.2f}. Sources that are alike favour each other. Remedies: a floor, share limits, interleaving with "
-        "plain steps, a held-out reference."
+        f"share of {max(probabilities):.2f}. Sources that are alike favour each other. Remedies: a floor, share limits, a held-out reference; "
+        "or interleaving with plain steps, if no source can be bad."
     )
 
 

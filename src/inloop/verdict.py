@@ -69,6 +69,11 @@ class RewardStatistics:
 
     def add(self, report: StepReport) -> None:
         """Take in one step; steps that paid nothing, or rewards without spread, say nothing."""
+        if isinstance(report.rewards, dict) and "source" not in report.rewards:
+            found = ", ".join(report.rewards)
+            raise UsageError(
+                f"The policy has no part called 'source', only {found}. Fix: give its mixture that name in the Product."
+            )
         rewards = report.rewards["source"] if isinstance(report.rewards, dict) else report.rewards
         if not isinstance(rewards, RewardSummary) or not report.reward_std > 0:
             return
@@ -78,6 +83,8 @@ class RewardStatistics:
         d_K = d_K.nan_to_num(0.0)
         self._sums += torch.stack([n_K, n_K * d_K, n_K**2, n_K**2 * d_K, n_K**2 * d_K**2])
         self.num_steps += 1
+
+    __call__ = add
 
     def verdicts(self) -> list[SourceVerdict]:
         """One for each source."""

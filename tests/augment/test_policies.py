@@ -250,10 +250,11 @@ def test_a_policy_refuses_actions_and_states_of_another():
     with pytest.raises(UsageError, match="from -1"):
         policy.log_prob(actions | {"choice": torch.full_like(actions["choice"], -1)})
     torch.testing.assert_close(policy.log_prob(actions | {"keep": actions["keep"].long()}), policy.log_prob(actions))
-    other.load_state_dict(policy.state_dict())  # the same operations: only the space's ranges differ
-    with pytest.raises(UsageError, match="other operations or numbers"):
+    with pytest.raises(UsageError, match="another space or other numbers than 'wide'"):
+        other.load_state_dict(policy.state_dict())  # the same operations, other ranges
+    with pytest.raises(UsageError, match="another space or other numbers"):
         AugmentPolicy("ra", numbers=(1, 2, 3, 5)).load_state_dict(policy.state_dict())
-    with pytest.raises(UsageError, match="other operations or numbers"):
+    with pytest.raises(UsageError, match="another space or other numbers"):
         AugmentPolicy("wl").load_state_dict(policy.state_dict())
 
 

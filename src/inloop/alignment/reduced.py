@@ -79,7 +79,14 @@ class ReducedCall:
 def reduced(call: LayerCall) -> LayerCall | ReducedCall:
     """The call, or its examples' gradients if its rule can form them and they are clearly smaller."""
     form = call.rule.per_example
-    if form is None or call.dout.numel() == 0 or len(call.args) != 1 or call.kwargs or call.autocast.enabled or call.dout.dtype not in _PRECISE:
+    if (
+        form is None
+        or call.dout.numel() == 0
+        or len(call.args) != 1
+        or call.kwargs
+        or call.autocast.enabled
+        or call.dout.dtype not in _PRECISE
+    ):
         return call
     size = sum(p.numel() for name, p in call.layer.named_parameters() if name in call.parameter_names)
     if len(call.dout) * size > LEAST_GAIN * (call.args[0].numel() + call.dout.numel()) or not form.when(call):

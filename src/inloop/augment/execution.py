@@ -33,7 +33,8 @@ def apply(images: Tensor, actions: Mapping[str, Any]) -> Tensor:
     missing = {"operation", "magnitude", "center"} - set(actions if isinstance(actions, Mapping) else ())
     if missing:
         raise UsageError(
-            f"The actions lack {', '.join(sorted(missing))}. Fix: give what an augmentation policy sampled."
+            f"The actions lack {', '.join(sorted(missing))}. Fix: give what an augmentation policy sampled; of the actions of a "
+            "Product, its part."
         )
     _check_tensor(images)
     operation_NR, magnitude_NR, center_NR2 = (actions[name].cpu() for name in ("operation", "magnitude", "center"))
@@ -46,7 +47,8 @@ def apply(images: Tensor, actions: Mapping[str, Any]) -> Tensor:
         raise UsageError(f"The actions have {shapes}; expected [N, R], [N, R] and [N, R, 2], as a policy samples them.")
     if len(operation_NR) != len(images):
         raise UsageError(
-            f"{len(operation_NR)} actions were given for {len(images)} images; there must be one for each."
+            f"{len(operation_NR)} actions were given for {len(images)} images; there must be one for each, and "
+            "images have a batch axis."
         )
     new = images.detach().clone(memory_format=torch.contiguous_format)
     if not bool(operation_NR.any()):
@@ -139,7 +141,7 @@ def _prepare_at_once(images: Tensor, plan: _Plan, magnitude_E: Tensor, center_E2
     prepared = {}
     for operation, *part in zip(plan.operations, *parts, strict=True):
         check_examples(images, operation)
-        if not operation.looks:
+        if not operation.needs_pixels:
             prepared[operation.name] = operation.prepared(images, *part)
     return prepared
 
@@ -151,7 +153,7 @@ def _take_turn(
     groups: list[tuple[Callable[..., Tensor], int, list[Arguments]]] = []
     parts = zip(*(torch.split(part, turn.counts) for part in (images, magnitude_n, center_n2)), strict=True)
     for operation, count, start, part in zip(turn.operations, turn.counts, turn.starts, parts, strict=True):
-        if operation.looks:
+        if operation.needs_pixels:
             arguments = operation.prepared(*part)
         else:
             arguments = tuple(argument[start : start + count] for argument in prepared[operation.name])
@@ -202,14 +204,15 @@ def apply_operation(
     """
     _check_tensor(images)
     space, operation, n = get_space(space), get_operation(name), len(images)
-    if name not in space.magnitudes:
+    magnitudes = space.magnitudes.get(name, operation.magnitudes)  # one's own need not be in the space
+    if magnitudes is None:
         raise UsageError(f"Space '{space.name}' has no operation {name!r}; it has {', '.join(space.operations)}.")
     check_examples(images, operation)
     strength_N = _one_for_each("strength_N", strength_N, n)
     if not bool(((strength_N >= 0) & (strength_N < STRENGTHS)).all()) or strength_N.dtype.is_floating_point:
         got = f"{strength_N.dtype} from {strength_N.min().item()} to {strength_N.max().item()}"
         raise UsageError(f"Operation '{name}': strengths are whole numbers 0..{STRENGTHS - 1}; got {got}.")
-    magnitude_N = torch.tensor(space.magnitudes[name], dtype=torch.float64)[strength_N.long().cpu()].to(images.device)
+    magnitude_N = torch.tensor(magnitudes, dtype=torch.float64)[strength_N.long().cpu()].to(images.device)
     if operation.signed:
         sign_N = draw_signs((n,), generator) if sign_N is None else _one_for_each("sign_N", sign_N, n)
         if not bool((sign_N.abs() == 1).all()):

@@ -50,7 +50,7 @@ def invert(images: Tensor, magnitude_N: Tensor, center_N2: Tensor) -> Tensor:
     return _same_for_all_channels(images, (255 - _values(images)).expand(len(magnitude_N), -1))
 
 
-@operation(lookup, looks=True)
+@operation(lookup, needs_pixels=True)
 def auto_contrast(images: Tensor, magnitude_N: Tensor, center_N2: Tensor) -> Tensor:
     """Each channel stretched to 0..255."""
     pixels = images.flatten(2)
@@ -61,7 +61,7 @@ def auto_contrast(images: Tensor, magnitude_N: Tensor, center_N2: Tensor) -> Ten
     return torch.where(high > low, stretched, i).to(torch.uint8)
 
 
-@operation(lookup, looks=True)
+@operation(lookup, needs_pixels=True)
 def equalize(images: Tensor, magnitude_N: Tensor, center_N2: Tensor) -> Tensor:
     """Each channel's values spread so that all occur about equally often."""
     counts = histogram(images)
@@ -75,24 +75,24 @@ def equalize(images: Tensor, magnitude_N: Tensor, center_N2: Tensor) -> Tensor:
 # ------------------------------------------------------------------ blends
 
 
-@operation(blend, looks=True)
+@operation(blend, needs_pixels=True)
 def brightness(images: Tensor, factor_N: Tensor, center_N2: Tensor) -> tuple[Tensor, Tensor]:
     return torch.zeros_like(images), factor_N
 
 
-@operation(blend, looks=True)
+@operation(blend, needs_pixels=True)
 def color(images: Tensor, factor_N: Tensor, center_N2: Tensor) -> tuple[Tensor, Tensor]:
     return grey(images).to(torch.uint8).expand_as(images), factor_N
 
 
-@operation(blend, looks=True)
+@operation(blend, needs_pixels=True)
 def contrast(images: Tensor, factor_N: Tensor, center_N2: Tensor) -> tuple[Tensor, Tensor]:
     luma = grey(images).flatten(1)
     mean_N = (luma.sum(dim=1, dtype=torch.float64) / luma.shape[1] + 0.5).to(torch.uint8)
     return mean_N.view(-1, 1, 1, 1).expand_as(images), factor_N
 
 
-@operation(blend, looks=True)
+@operation(blend, needs_pixels=True)
 def sharpness(images: Tensor, factor_N: Tensor, center_N2: Tensor) -> tuple[Tensor, Tensor]:
     """Against the image smoothed by (1 1 1, 1 5 1, 1 1 1) / 13. The border, where that does not fit, stays."""
     smooth = images.clone()
@@ -169,7 +169,7 @@ def flip_ud(images: Tensor, magnitude_N: Tensor, center_N2: Tensor) -> Tensor:
 # ------------------------------------------------------------------ filter, box, nothing
 
 
-@operation(replace, looks=True)
+@operation(replace, needs_pixels=True)
 def blur(images: Tensor, magnitude_N: Tensor, center_N2: Tensor) -> Tensor:
     """The mean of the 16 pixels at distance two. The border, where that does not fit, stays."""
     blurred = images.clone()
@@ -213,6 +213,6 @@ def _colour(like_N: Tensor, colour: tuple[int, int, int]) -> Tensor:
     return torch.tensor(colour, dtype=torch.uint8, device=like_N.device).expand(len(like_N), -1)
 
 
-@operation(replace, looks=True)
+@operation(replace, needs_pixels=True)
 def identity(images: Tensor, magnitude_N: Tensor, center_N2: Tensor) -> Tensor:
     return images

@@ -31,7 +31,7 @@ class AugmentPolicy(Policy):
 
     Args:
         space: The operations, by name of a space or from :func:`~inloop.augment.make_space`.
-        numbers: How many operations may follow each other.
+        numbers: How many operations may follow each other; by default 1, 2, 3 or 4, or as many as there are.
         replacement: Draw an example's operations with replacement, as the authors' code does; the paper draws without.
 
     Example:
@@ -43,11 +43,13 @@ class AugmentPolicy(Policy):
     """
 
     def __init__(
-        self, space: str | Space = "wl", numbers: Sequence[int] = (1, 2, 3, 4), replacement: bool = False
+        self, space: str | Space = "wl", numbers: Sequence[int] | None = None, replacement: bool = False
     ) -> None:
         super().__init__()
         self.space = get_space(space)
         num_operations = len(self.space)
+        if numbers is None:
+            numbers = tuple(range(1, 1 + min(4, num_operations)))
         numbers = tuple(numbers) if isinstance(numbers, Sequence) else (numbers,)
         whole = all(isinstance(r, int) and r >= 1 for r in numbers)
         if (
@@ -63,8 +65,10 @@ class AugmentPolicy(Policy):
         self.number_logits = nn.Parameter(torch.zeros(len(numbers)))
         self.keep_logits = nn.Parameter(torch.zeros(num_operations))
         self.strength_logits = nn.Parameter(torch.zeros(num_operations, STRENGTHS))
+        # What the logits stand for, so that no others are loaded.
         codes = [get_operation(name).code for name in self.space.operations]
-        self.register_buffer("meaning", torch.tensor([*numbers, *codes]))  # of the logits, so that no others are loaded
+        magnitudes = [m for name in self.space.operations for m in self.space.magnitudes[name]]
+        self.register_buffer("meaning", torch.tensor([*numbers, *codes, *magnitudes], dtype=torch.float64))
 
     numbers: Tensor
     meaning: Tensor
@@ -73,8 +77,8 @@ class AugmentPolicy(Policy):
         found = state_dict.get(f"{prefix}meaning")
         if found is not None and found.tolist() != self.meaning.tolist():
             raise UsageError(
-                f"This state is of an AugmentPolicy with other operations or numbers than {', '.join(self.space.operations)} and "
-                f"{tuple(self.numbers.tolist())}. Fix: make the policy as it was when the state was saved."
+                f"This state is of an AugmentPolicy with another space or other numbers than '{self.space.name}' "
+                f"({', '.join(self.space.operations)}) and {tuple(self.numbers.tolist())}. Fix: make the policy as it was when the state was saved."
             )
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
@@ -147,9 +151,15 @@ class AugmentPolicy(Policy):
                 )
         return [number_N, choice_NR, keep_NR.bool(), strength_NR]
 
+    def extra_repr(self) -> str:
+        return f"space={self.space.name!r}, {len(self.space)} operations, numbers={tuple(self.numbers.tolist())}"
+
     @torch.no_grad()
     def probabilities(self) -> dict[str, object]:
-        """Of the numbers [numbers], of keeping each operation [A], and of its strengths [A, S]."""
+        """Of the numbers [numbers], of keeping an operation that was drawn [A], and of its strengths [A, S].
+
+        Operations are drawn uniformly. Where keeping makes no difference, as for the identity, the probability wanders.
+        """
         return {
             "number": self.number_logits.softmax(0),
             "keep": self.keep_logits.sigmoid(),

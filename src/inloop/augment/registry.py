@@ -28,7 +28,8 @@ class Operation:
         primitive: ``primitive(examples, *prepared)`` gives the new examples. Operations with the same one run together.
         prepare: ``prepare(examples, magnitude_N, center_N2)`` gives the primitive's other arguments, first axis N.
         signed: Whether the magnitude gets a random sign.
-        looks: Whether ``prepare`` looks at the examples, or only at their shape.
+        needs_pixels: Whether ``prepare`` gets the examples that belong to the magnitudes. If not, it runs once for all turns, and gets
+            the whole batch, of which only the shape of an image (not their number) means anything.
         magnitudes: Of the 31 strengths, for spaces that do not say otherwise; None if it has none of its own.
         builtin: Whether it is one of ours, which work on uint8 images [N, C, H, W].
     """
@@ -37,7 +38,7 @@ class Operation:
     primitive: Callable[..., Tensor]
     prepare: Prepare
     signed: bool = False
-    looks: bool = True
+    needs_pixels: bool = True
     magnitudes: tuple[float, ...] | None = None
     builtin: bool = True
 
@@ -68,12 +69,12 @@ def add_operation(operation: Operation) -> None:
 
 
 def operation(
-    primitive: Callable[..., Tensor], signed: bool = False, looks: bool = False
+    primitive: Callable[..., Tensor], signed: bool = False, needs_pixels: bool = False
 ) -> Callable[[Prepare], Prepare]:
     """Decorates what prepares an operation of ours, which takes its name."""
 
     def add(prepare: Prepare) -> Prepare:
-        add_operation(Operation(prepare.__name__, primitive, prepare, signed, looks))
+        add_operation(Operation(prepare.__name__, primitive, prepare, signed, needs_pixels))
         return prepare
 
     return add
@@ -123,7 +124,11 @@ def register_operation(
     """
     if not isinstance(name, str) or not callable(function):
         raise UsageError(f"register_operation({name!r}, {function!r}): give a name and a function.")
-    if len(magnitudes) != 2 or not all(math.isfinite(end) for end in magnitudes):
+    if (
+        not isinstance(magnitudes, (tuple, list))
+        or len(magnitudes) != 2
+        or not all(math.isfinite(end) for end in magnitudes)
+    ):
         raise UsageError(f"Operation '{name}': magnitudes={magnitudes}: give those of strength 0 and of strength 30.")
     if name in _operations and _operations[name].builtin:
         raise UsageError(f"Operation {name!r} is one of inloop's own. Fix: choose another name.")

@@ -44,6 +44,9 @@ class Space:
     def __len__(self) -> int:
         return len(self.magnitudes)
 
+    def __repr__(self) -> str:
+        return f"Space({self.name!r}: {', '.join(self.magnitudes)})"
+
 
 def _each_strength(magnitude: Callable[[int], float]) -> tuple[float, ...]:
     return tuple(magnitude(k) for k in range(STRENGTHS))
@@ -79,7 +82,7 @@ def _magnitudes(
     blend: tuple[float, float],
     box: float,
 ) -> dict[str, tuple[float, ...]]:
-    """The magnitudes of every operation of ours, in the order of WideLong."""
+    """The magnitudes of our operations, for the spaces to choose from."""
     return {
         "identity": NO_STRENGTH,
         "auto_contrast": NO_STRENGTH,
@@ -103,10 +106,14 @@ def _magnitudes(
     }
 
 
-_KINDS = {"cutout_grey": "cutout", "cutout_centered": "cutout"}  # have the magnitudes of
+_SAME_AS = {"cutout_grey": "cutout", "cutout_centered": "cutout"}  # operations with the magnitudes of another
 _NARROW = _magnitudes(degrees=30, shear=0.3, pixels=10, most_bits=8, least_bits=4, blend=(0.1, 1.9), box=0.2)
 _WIDE = _magnitudes(degrees=135, shear=0.99, pixels=32, most_bits=8, least_bits=2, blend=(0.01, 2.0), box=0.6)
-_STANDARD = tuple(_NARROW)[:14]
+_STANDARD = (
+    *("identity", "auto_contrast", "equalize", "rotate", "solarize", "color", "posterize", "contrast", "brightness"),
+    *("sharpness", "shear_x", "shear_y", "translate_x", "translate_y"),
+)
+_WIDE_LONG = (*_STANDARD, "blur", "invert", "flip_lr", "flip_ud", "cutout")
 _UNIFORM_AUGMENT = (
     *("identity", "shear_x", "shear_y", "translate_x", "translate_y", "rotate", "auto_contrast", "invert", "equalize"),
     *("solarize", "posterize", "contrast", "color", "brightness", "sharpness", "cutout"),
@@ -125,7 +132,7 @@ SPACES = {
     space.name: space
     for space in (
         _space("ra", _STANDARD, _NARROW),
-        _space("wl", tuple(_WIDE), _WIDE),
+        _space("wl", _WIDE_LONG, _WIDE),
         _space("wide", _STANDARD, _WIDE),
         _space("standard", _STANDARD, _NARROW | {"posterize": bits(4, 0)}),
         _space("uniaug", _UNIFORM_AUGMENT, _NARROW | {"translate_x": whole(14.4), "translate_y": whole(14.4)}),
@@ -135,7 +142,7 @@ SPACES = {
 
 
 def get_space(space: str | Space) -> Space:
-    """A space by its name.
+    """A space by its name. Translations are in pixels, and meant for images of about 32 x 32.
 
     ``ra``: RandAugment's 14 operations; ``wl``: WideLong, 19 with wide ranges; ``wide``: the 14 with wide ranges; ``standard``: the
     14 with the posterize of early code, 4 to 0 bits, which leaves nothing at the top; ``uniaug``: UniformAugment's 16;
@@ -153,6 +160,8 @@ def get_space(space: str | Space) -> Space:
 def make_space(operations: Sequence[str], base: str | Space = "wl", name: str = "own") -> Space:
     """A space of the operations named: those of ``base`` with the magnitudes they have there, and your own registered ones.
 
+    Operations of ours that ``base`` lacks have the wide magnitudes of ``wl``.
+
     Example:
         >>> make_space(["identity", "rotate", "shear_x"], base="ra").operations
         ('identity', 'rotate', 'shear_x')
@@ -164,6 +173,6 @@ def make_space(operations: Sequence[str], base: str | Space = "wl", name: str = 
     for operation in operations:
         own = get_operation(operation).magnitudes
         magnitudes[operation] = base.magnitudes.get(
-            operation, own if own is not None else _WIDE[_KINDS.get(operation, operation)]
+            operation, own if own is not None else _WIDE[_SAME_AS.get(operation, operation)]
         )
     return Space(name, magnitudes)

@@ -94,7 +94,10 @@ def _table_2(runs: Sequence[FinishedRun]) -> str:
         cells = [_both(by_cell, of_row(method), space) for _, method, space in columns]
         rows.append([name, *cells])
     beside = " In brackets: the paper's, with all training images and its full recipe." if _has_paper(runs) else ""
-    text = f"Accuracy in per cent, mean over seeds ± 95% interval.{beside}"
+    text = (
+        f"The layout of the paper's Table 2: a learned method (OLA) on two search spaces, WideLong and RandAugment's, above it UniformAugment "
+        f"(UA) on the same space; policies of others beside them. Accuracy in per cent, mean over seeds ± 95% interval.{beside}"
+    )
     return html_table(["", *(name for name, _, _ in columns)], rows) + note(text)
 
 
@@ -142,7 +145,7 @@ def _details(runs: Sequence[FinishedRun]) -> str:
         seconds = [epoch["seconds"] for result in run.results for epoch in result["epochs"]]
         rows.append(
             [
-                escape(f"{s['augment']} {space}"),
+                f'<span title="{escape(run.name)}">{escape(s["augment"])} {space}</span>',
                 escape(", ".join(_special(run))),
                 _per_cent(_accuracy(run)),
                 _difference(run, none),

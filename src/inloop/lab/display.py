@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from inloop.augment import get_space
 from inloop.lab.augment_settings import AugmentSettings
 from inloop.lab.seeds import Progress as SeedProgress
 from inloop.lab.split_settings import SplitSettings
@@ -109,6 +110,7 @@ def print_augment(results: Sequence[dict[str, Any]], settings: AugmentSettings, 
         last = [result["epochs"][-1] for result in results]
         for a, name in enumerate(results[0]["operations"]):
             keep, strength = (sum(e[what][a] for e in last) / len(last) for what in ("keep", "mean_strength"))
-            learned.add_row(escape(name), f"{keep:.3f}", f"{strength:.1f}")
+            has_strength = len(set(get_space(settings.space).magnitudes.get(name, ()))) > 1
+            learned.add_row(escape(name), f"{keep:.3f}", f"{strength:.1f}" if has_strength else "-")
         console.print(learned)
     console.print(f"run: {out}", soft_wrap=True, highlight=False, markup=False)

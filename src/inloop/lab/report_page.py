@@ -14,8 +14,9 @@ def write_report(folder: Path) -> Path:
         raise RunFolderError(f"{folder} is no folder. Fix: name the --out folder of a run, or one that holds several.")
     sections = split_sections(folder) + augment_sections(folder)
     if not sections:
+        begun = " (one is begun; its own command continues it)" if any(folder.rglob("seed-*/checkpoint.pt")) else ""
         raise RunFolderError(
-            f"{folder} holds no finished run. Fix: run `inloop run splits` or `inloop run augment` with --out {folder} first."
+            f"{folder} holds no finished run{begun}. Fix: run `inloop run splits` or `inloop run augment` with --out {folder} first."
         )
     target = folder / "report.html"
     write_atomically(target, lambda file: file.write(html_page("inloop: report", sections).encode()))
