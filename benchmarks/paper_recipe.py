@@ -28,8 +28,8 @@ def main() -> None:
     settings = with_augment_defaults(**PRESETS[options.preset])
     generator = torch.Generator().manual_seed(0)
     num_classes = 100 if settings.data == "cifar100" else 10
-    images = torch.randint(256, (settings.batch, 3, 32, 32), generator=generator, dtype=torch.uint8)
-    labels = torch.randint(num_classes, (settings.batch,), generator=generator)
+    images = torch.randint(256, (2 * settings.batch, 3, 32, 32), generator=generator, dtype=torch.uint8)
+    labels = torch.randint(num_classes, (2 * settings.batch,), generator=generator)
     data = ImageData(settings.data, images, labels, images, labels, num_classes)
     experiment = AugmentExperiment(settings, data, 0)
     assert experiment.learner is not None
@@ -38,7 +38,9 @@ def main() -> None:
     steps = []
     for step in range(options.steps):
         started = time.perf_counter()
-        loss = experiment.train_step(images, labels, learning_rate(settings, step / 195))
+        loss = experiment.train_step(
+            images[: settings.batch], labels[: settings.batch], learning_rate(settings, step / 195)
+        )
         report = reports[-1]
         steps.append(
             {

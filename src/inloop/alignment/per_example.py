@@ -15,22 +15,27 @@ Form = Callable[[LayerCall, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class PerExample:
-    """How the gradients ``∂l_i/∂weight`` and ``∂l_i/∂bias`` follow from x and dout, [N, *shape]; both are linear in dout.
+    """How the gradients ``∂l_i/∂weight`` and ``∂l_i/∂bias``, [N, *shape], follow from x and dout.
 
     Attributes:
+        positions: A view of dout with the positions that share the bias on one axis, [N, positions, *shape of the bias].
         when: Whether it holds for this call.
     """
 
     weight: Form
-    bias: Form
+    positions: Form
     when: Callable[[LayerCall], bool] = lambda call: True
 
-    def of(self, parameter: str) -> Form:
-        return self.weight if parameter == "weight" else self.bias
+    def gradient(self, parameter: str, call: LayerCall) -> Tensor:
+        return self.weight(call, call.dout) if parameter == "weight" else self.positions(call, call.dout).sum(dim=1)
+
+    def bias_magnitude(self, call: LayerCall) -> Tensor:
+        """The bias gradient with magnitudes added up instead of values."""
+        return cast(Tensor, torch.linalg.vector_norm(self.positions(call, call.dout), ord=1, dim=1))
 
 
-def _sum_over_space(call: LayerCall, dout: Tensor) -> Tensor:
-    return dout.flatten(2).sum(dim=2)
+def _space_last(call: LayerCall, dout: Tensor) -> Tensor:
+    return dout.flatten(2).transpose(1, 2)
 
 
 def _convolution_weight(call: LayerCall, dout: Tensor) -> Tensor:
@@ -65,20 +70,18 @@ def _group_norm_weight(call: LayerCall, dout: Tensor) -> Tensor:
     return (dout * F.group_norm(x, layer.num_groups, eps=layer.eps)).flatten(2).sum(dim=2)
 
 
-def _sum_over_positions(call: LayerCall, dout: Tensor) -> Tensor:
-    """From [N, ..., *normalized_shape] to [N, *normalized_shape]."""
-    shape = cast(nn.LayerNorm, call.layer).normalized_shape
-    return dout.reshape(len(dout), -1, *shape).sum(dim=1)
+def _features_last(call: LayerCall, dout: Tensor) -> Tensor:
+    return dout.reshape(len(dout), -1, *cast(nn.LayerNorm, call.layer).normalized_shape)
 
 
 def _layer_norm_weight(call: LayerCall, dout: Tensor) -> Tensor:
     layer, (x,) = cast(nn.LayerNorm, call.layer), call.args
-    return _sum_over_positions(call, dout * F.layer_norm(x, layer.normalized_shape, eps=layer.eps))
+    return _features_last(call, dout * F.layer_norm(x, layer.normalized_shape, eps=layer.eps)).sum(dim=1)
 
 
 def _rms_norm_weight(call: LayerCall, dout: Tensor) -> Tensor:
     layer, (x,) = cast(nn.RMSNorm, call.layer), call.args
-    return _sum_over_positions(call, dout * F.rms_norm(x, list(layer.normalized_shape), eps=layer.eps))
+    return _features_last(call, dout * F.rms_norm(x, list(layer.normalized_shape), eps=layer.eps)).sum(dim=1)
 
 
 def _linear_weight(call: LayerCall, dout: Tensor) -> Tensor:
@@ -87,16 +90,16 @@ def _linear_weight(call: LayerCall, dout: Tensor) -> Tensor:
     return cast(Tensor, dout.flatten(1, -2).transpose(1, 2) @ x.flatten(1, -2))
 
 
-def _linear_bias(call: LayerCall, dout: Tensor) -> Tensor:
-    return dout.flatten(1, -2).sum(dim=1)
+def _rows(call: LayerCall, dout: Tensor) -> Tensor:
+    return dout.flatten(1, -2)
 
 
 def _has_positions(call: LayerCall) -> bool:
     return call.dout.dim() > 2
 
 
-CONVOLUTION = PerExample(_convolution_weight, _sum_over_space, _plain_padding)
-GROUP_NORM = PerExample(_group_norm_weight, _sum_over_space, _has_positions)
-LAYER_NORM = PerExample(_layer_norm_weight, _sum_over_positions)
-RMS_NORM = PerExample(_rms_norm_weight, _sum_over_positions)
-LINEAR = PerExample(_linear_weight, _linear_bias, _has_positions)
+CONVOLUTION = PerExample(_convolution_weight, _space_last, _plain_padding)
+GROUP_NORM = PerExample(_group_norm_weight, _space_last, _has_positions)
+LAYER_NORM = PerExample(_layer_norm_weight, _features_last)
+RMS_NORM = PerExample(_rms_norm_weight, _features_last)
+LINEAR = PerExample(_linear_weight, _rows, _has_positions)

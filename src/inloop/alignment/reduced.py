@@ -13,7 +13,7 @@ from torch import Tensor
 
 from inloop.alignment.call import LayerCall
 
-LEAST_GAIN = 0.75  # of the memory of x and dout that gradients may take to be worth their while
+LEAST_GAIN = 0.3  # share of the memory of x and dout up to which gradients are worth the time to form them
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +92,8 @@ def reduced(call: LayerCall) -> LayerCall | ReducedCall:
     if len(call.dout) * size > LEAST_GAIN * (call.args[0].numel() + call.dout.numel()) or not form.when(call):
         return call
     with torch.no_grad():
-        gradients = {name: form.of(name)(call, call.dout) for name in call.parameter_names}
-        magnitudes = {name: form.bias(call, call.dout.abs()) for name in gradients if name == "bias"}
+        gradients = {name: form.gradient(name, call) for name in call.parameter_names}
+        magnitudes = {"bias": form.bias_magnitude(call)} if "bias" in gradients else {}
     return ReducedCall(
         replace(call, args=(), dout=call.dout.new_empty(0), versions=()), gradients, magnitudes, call.num_positions
     )
