@@ -43,7 +43,7 @@ class Worker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.process.kill()
-        self.process.wait()
+        self.process.communicate()  # closes its pipes
 
 
 def compare(model: str, mode: str, batch: int, repeats: int) -> dict[str, Any]:

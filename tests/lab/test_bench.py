@@ -1,0 +1,95 @@
+"""The benchmark measures what it says: tasks, modes, memory, the command."""
+
+import json
+
+import pytest
+import torch
+
+from inloop.cli import main
+from inloop.lab.bench.memory import peak_bytes
+from inloop.lab.bench.modes import MODES
+from inloop.lab.bench.peers import PEERS
+from inloop.lab.bench.tasks import MODELS, make_task
+from inloop.lab.bench.worker import ALL_MODES, make_step
+
+
+@pytest.mark.parametrize("model", [model for model in MODELS if "28" not in model])
+def test_tasks_have_a_loss_for_each_example(model):
+    task = make_task(model, 2)
+    losses = task.losses(task.model(task.x))
+    assert losses.shape == (2,)
+    assert losses.isfinite().all()
+
+
+@pytest.mark.parametrize("model", ["mlp", "vit-tiny", "gpt-6", "wrn-16-4-gn"])
+def test_every_layer_of_the_models_has_a_rule(model):
+    """None goes through the fallback, so what is measured is the engine."""
+    from inloop.alignment.black_box import BLACK_BOX
+    from inloop.alignment.plan import make_plan
+
+    assert all(site.rule is not BLACK_BOX for site in make_plan(make_task(model, 2).model).sites)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")  # torch's own, in its forward mode
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_trains(mode):
+    task = make_task("mlp", 4)
+    first = task.losses(task.model(task.x)).mean().item()
+    step = MODES[mode](task)
+    for _ in range(30):
+        step()
+    assert task.losses(task.model(task.x)).mean().item() < first
+
+
+def test_a_library_that_is_missing_is_named():
+    for mode, (package, _) in PEERS.items():
+        try:
+            __import__(package)
+        except ImportError:
+            with pytest.raises(ModuleNotFoundError, match=f"{package} is not installed"):
+                make_step("mlp", mode, 4)
+
+
+def test_peak_memory_counts_what_is_alive_at_once():
+    kept = torch.zeros(1000)  # 4,000 bytes before, then twice 400,000 at once
+
+    def step():
+        a = torch.zeros(100_000)
+        b = a + 1
+        del a, b
+        torch.zeros(100_000)
+
+    extra = peak_bytes(step) - peak_bytes(lambda: None)
+    assert 800_000 <= extra < 810_000
+    assert len(kept) == 1000
+
+
+def test_the_command_prints_one_json_object(capsys):
+    code = main(["bench", "--models", "mlp", "--modes", "gar,opacus", "--batch", "8", "--repeats", "2", "--json"])
+    captured = capsys.readouterr()
+    assert code == 0
+    result = json.loads(captured.out)
+    row = result["results"][0]
+    assert {"model", "mode", "batch", "time_ratio", "memory_ratio", "seconds", "peak_bytes"} <= set(row)
+    assert (row["model"], row["mode"], row["batch"]) == ("mlp", "gar", 8)
+    assert row["memory_ratio"] > 1
+    assert len(result["results"]) + len(result["skipped"]) == 2
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--models", "huge"), ("--modes", "magic"), ("--repeats", "0"), ("--batch", "1")]
+)
+def test_wrong_usage(arguments, capsys):
+    assert main(["bench", *arguments]) == 2
+    assert capsys.readouterr().err
+
+
+def test_the_figure_has_every_measured_mode(tmp_path):
+    from inloop.lab.bench.show import write_bench_figure
+
+    rows = [
+        {"model": "mlp", "mode": mode, "batch": 8, "time_ratio": 1.5, "memory_ratio": 1.2} for mode in ALL_MODES
+    ] + [{"model": "mlp", "mode": "x", "batch": 8, "error": "no"}]
+    write_bench_figure(rows, tmp_path / "bench.svg")
+    text = (tmp_path / "bench.svg").read_text()
+    assert all(mode in text for mode in ALL_MODES)
