@@ -6,7 +6,8 @@ The contribution of example i to a direction g through one call ``out = f(x; θ)
   with the output gradient. The paper's Lemma 2 (Linear) and Lemma 3 (convolution) are this one fact.
 * f affine in its parameters: ``J[g] = f(x; g) - f(x; 0)``.
 
-No per-example gradient is formed and no input is unfolded. Which torch layers are which stands in ``layers.py``.
+No input is unfolded, and no per-example gradient formed (but see ``reduced.py``). Which torch layers are which stands in
+``layers.py``.
 """
 
 from collections.abc import Callable, Mapping
