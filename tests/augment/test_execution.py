@@ -268,3 +268,8 @@ def test_a_transform_with_a_generator_is_refused_in_workers():
     loader = DataLoader([torch.zeros(3, 8, 8, dtype=torch.uint8)], collate_fn=lambda b: transform(b[0]), num_workers=1)
     with pytest.raises(UsageError, match="would do the same in every worker"):
         next(iter(loader))
+
+
+def test_an_operation_has_the_same_number_in_every_process():
+    """Records are saved in checkpoints."""
+    assert (code_of("identity"), code_of("rotate"), code_of("cutout")) == (0, 931746316, 2892378280)
