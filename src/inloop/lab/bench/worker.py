@@ -2,9 +2,10 @@
 
     python -m inloop.lab.bench.worker MODEL MODE BATCH
 
-Reads lines from standard input, "time" or "memory", and answers each with a line of JSON.
+Reads lines from standard input, "time" or, as the last one, "memory", and answers each with a line of JSON.
 """
 
+import gc
 import importlib.util
 import json
 import logging
@@ -41,7 +42,8 @@ def main() -> None:
     logging.disable()
     model, mode, batch = sys.argv[1:]
     try:
-        step = make_step(model, mode, int(batch) or None)
+        step: Step | None = make_step(model, mode, int(batch) or None)
+        assert step is not None
         for _ in range(2 * STEPS):  # the first are slower: allocations, checks, nothing to pay yet
             step()
     except Exception as error:  # whatever keeps a library from this model is the answer
@@ -51,8 +53,10 @@ def main() -> None:
     _say({"ready": True})
     for line in sys.stdin:
         if line.strip() == "memory":
-            _say({"peak_bytes": max(peak_bytes(step) for _ in range(STEPS))})
-            continue
+            step = None  # makes room: a new one is made, under observation
+            gc.collect()
+            _say({"peak_bytes": peak_bytes(lambda: make_step(model, mode, int(batch) or None), 2 * STEPS, STEPS)})
+            break
         started = time.perf_counter()
         for _ in range(STEPS):
             step()
