@@ -7,6 +7,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import get_args
 
@@ -200,8 +201,6 @@ def _add_run_options(parser: argparse.ArgumentParser, seeds: int) -> None:
 
 
 def _run_augment(options: argparse.Namespace) -> int:
-    from dataclasses import fields
-
     from inloop.lab.augment_settings import PRESETS, AugmentSettings, refuse_idle_options, with_augment_defaults
     from inloop.lab.augmentation import AugmentExperiment, choose_images
     from inloop.lab.datasets import load_data
@@ -249,20 +248,9 @@ def _run_splits(options: argparse.Namespace) -> int:
     from inloop.lab.summary import summarise_seeds
 
     _check_seeds(options)
-    names = (
-        "network",
-        "reward",
-        "noise",
-        "sources",
-        "batch",
-        "epochs",
-        "optimizer",
-        "reference",
-        "accumulate",
-        "layers",
-    )
     data = load_data(options.data)
-    settings = with_defaults(options.data, len(data.train_x), **{name: getattr(options, name) for name in names})
+    given = {field.name: getattr(options, field.name) for field in fields(SplitSettings) if field.name != "data"}
+    settings = with_defaults(options.data, len(data.train_x), **given)
     check_splits(data, settings.sources, settings.noise)
     out = options.out or Path("runs") / settings.folder_name()
     folder = RunFolder(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from inloop.alignment.call import LayerCall
 
-Form = Callable[[LayerCall, Tensor], Tensor]
+Form = Callable[[LayerCall], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,20 +27,20 @@ class PerExample:
     when: Callable[[LayerCall], bool] = lambda call: True
 
     def gradient(self, parameter: str, call: LayerCall) -> Tensor:
-        return self.weight(call, call.dout) if parameter == "weight" else self.positions(call, call.dout).sum(dim=1)
+        return self.weight(call) if parameter == "weight" else self.positions(call).sum(dim=1)
 
     def bias_magnitude(self, call: LayerCall) -> Tensor:
         """The bias gradient with magnitudes added up instead of values."""
-        return cast(Tensor, torch.linalg.vector_norm(self.positions(call, call.dout), ord=1, dim=1))
+        return cast(Tensor, torch.linalg.vector_norm(self.positions(call), ord=1, dim=1))
 
 
-def _space_last(call: LayerCall, dout: Tensor) -> Tensor:
-    return dout.flatten(2).transpose(1, 2)
+def _space_last(call: LayerCall) -> Tensor:
+    return call.dout.flatten(2).transpose(1, 2)
 
 
-def _convolution_weight(call: LayerCall, dout: Tensor) -> Tensor:
+def _convolution_weight(call: LayerCall) -> Tensor:
     """The weight gradient of one convolution whose groups are the examples."""
-    layer, (x,) = cast(nn.Conv2d, call.layer), call.args
+    layer, (x,), dout = cast(nn.Conv2d, call.layer), call.args, call.dout
     n, weight = len(x), layer.weight
     shape = (n * weight.shape[0], *weight.shape[1:])
     unused = torch.empty(1, dtype=x.dtype, device=x.device).expand(shape)  # the gradient does not depend on the weight
@@ -65,33 +65,38 @@ def _plain_padding(call: LayerCall) -> bool:
     return layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
 
 
-def _group_norm_weight(call: LayerCall, dout: Tensor) -> Tensor:
+def _group_norm_weight(call: LayerCall) -> Tensor:
     layer, (x,) = cast(nn.GroupNorm, call.layer), call.args
-    return (dout * F.group_norm(x, layer.num_groups, eps=layer.eps)).flatten(2).sum(dim=2)
+    return (call.dout * F.group_norm(x, layer.num_groups, eps=layer.eps)).flatten(2).sum(dim=2)
 
 
-def _features_last(call: LayerCall, dout: Tensor) -> Tensor:
-    return dout.reshape(len(dout), -1, *cast(nn.LayerNorm, call.layer).normalized_shape)
+def _features_last(call: LayerCall) -> Tensor:
+    return _as_features(call, call.dout)
 
 
-def _layer_norm_weight(call: LayerCall, dout: Tensor) -> Tensor:
+def _as_features(call: LayerCall, values: Tensor) -> Tensor:
+    """[N, ..., *normalized_shape] with one axis for all positions."""
+    return values.reshape(len(values), -1, *cast(nn.LayerNorm, call.layer).normalized_shape)
+
+
+def _layer_norm_weight(call: LayerCall) -> Tensor:
     layer, (x,) = cast(nn.LayerNorm, call.layer), call.args
-    return _features_last(call, dout * F.layer_norm(x, layer.normalized_shape, eps=layer.eps)).sum(dim=1)
+    return _as_features(call, call.dout * F.layer_norm(x, layer.normalized_shape, eps=layer.eps)).sum(dim=1)
 
 
-def _rms_norm_weight(call: LayerCall, dout: Tensor) -> Tensor:
+def _rms_norm_weight(call: LayerCall) -> Tensor:
     layer, (x,) = cast(nn.RMSNorm, call.layer), call.args
-    return _features_last(call, dout * F.rms_norm(x, list(layer.normalized_shape), eps=layer.eps)).sum(dim=1)
+    return _as_features(call, call.dout * F.rms_norm(x, list(layer.normalized_shape), eps=layer.eps)).sum(dim=1)
 
 
-def _linear_weight(call: LayerCall, dout: Tensor) -> Tensor:
+def _linear_weight(call: LayerCall) -> Tensor:
     """``sum_t dout_t x_tᵀ``, [N, O, D]."""
     (x,) = call.args
-    return cast(Tensor, dout.flatten(1, -2).transpose(1, 2) @ x.flatten(1, -2))
+    return cast(Tensor, call.dout.flatten(1, -2).transpose(1, 2) @ x.flatten(1, -2))
 
 
-def _rows(call: LayerCall, dout: Tensor) -> Tensor:
-    return dout.flatten(1, -2)
+def _rows(call: LayerCall) -> Tensor:
+    return call.dout.flatten(1, -2)
 
 
 def _has_positions(call: LayerCall) -> bool:

@@ -10,7 +10,7 @@ import torch
 
 from inloop.augment import SPACES
 from inloop.lab.augment_figures import policy_over_time, sample_sheets, strengths_at_snapshots
-from inloop.lab.augment_settings import SEARCHES_A_SPACE, AugmentSettings, with_augment_defaults
+from inloop.lab.augment_settings import OLA_OPTIONS, SEARCHES_A_SPACE, AugmentSettings, with_augment_defaults
 from inloop.lab.finished_runs import FinishedRun, read_runs
 from inloop.lab.html import html_figure, html_table, note
 from inloop.lab.summary import mean_and_interval, show_interval
@@ -35,8 +35,6 @@ PAPER: dict[tuple[str, str, str | None], tuple[float, float | None]] = {
     ("cifar100", "ola", "ra"): (83.54, 0.14),
 }
 _ORDER = ("none", "pba", "fast-aa", "aa", "ra", "ta", "ua", "ola")
-# What only concerns how OLA learns.
-_OLA = ("interleave", "reference", "normalisation", "accumulate", "policy_learning_rate", "start", "layers")
 
 
 def augment_sections(folder: Path) -> list[str]:
@@ -109,7 +107,7 @@ def _cell(run: FinishedRun) -> tuple[str, str, str | None]:
 def _is_plain(run: FinishedRun) -> bool:
     """Whether the run has the defaults in all that is OLA's own, as the paper's rows have."""
     usual = AugmentSettings().as_dict()
-    return all(run.settings[name] == usual[name] for name in _OLA) or run.settings["augment"] != "ola"
+    return all(run.settings[name] == usual[name] for name in OLA_OPTIONS) or run.settings["augment"] != "ola"
 
 
 def _has_paper(runs: Sequence[FinishedRun]) -> bool:
@@ -166,7 +164,7 @@ def _details(runs: Sequence[FinishedRun]) -> str:
 def _special(run: FinishedRun) -> list[str]:
     """The options that are not the default and matter for this augmentation."""
     usual = with_augment_defaults(run.settings["data"]).as_dict()
-    own = {"ra": ("ra_operations", "ra_strength"), "ola": _OLA}.get(run.settings["augment"], ())
+    own = {"ra": ("ra_operations", "ra_strength"), "ola": OLA_OPTIONS}.get(run.settings["augment"], ())
     return [
         f"{name} {run.settings[name]}" for name in own if run.settings[name] != usual[name] or name.startswith("ra_")
     ]

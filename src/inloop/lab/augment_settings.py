@@ -12,6 +12,8 @@ from inloop.lab.wide_resnet import parse_wide_resnet
 
 AugmentName = Literal["ola", "ua", "ra", "ta", "aa", "fast-aa", "pba", "none"]
 SEARCHES_A_SPACE = ("ola", "ua", "ra", "ta")  # the others bring their own operations
+# What only concerns how OLA learns.
+OLA_OPTIONS = ("interleave", "reference", "normalisation", "accumulate", "policy_learning_rate", "start", "layers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,9 +153,7 @@ def with_augment_defaults(data: str, epochs: int | None = None, side: int = 32, 
 
 
 _ONLY_FOR = {
-    **dict.fromkeys(
-        ("interleave", "reference", "accumulate", "policy_learning_rate", "normalisation", "start", "layers"), ("ola",)
-    ),
+    **dict.fromkeys(OLA_OPTIONS, ("ola",)),
     **dict.fromkeys(("ra_operations", "ra_strength"), ("ra",)),
     "space": SEARCHES_A_SPACE,
 }
