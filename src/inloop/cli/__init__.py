@@ -1,0 +1,62 @@
+"""The command ``inloop``: run experiments, report on them.
+
+Exit codes: 0, 1 for a failure, 2 for wrong usage, 130 after Ctrl-C (with everything saved).
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from inloop import __version__
+from inloop.cli.augment import add_augment
+from inloop.cli.bench import add_bench
+from inloop.cli.splits import add_splits
+from inloop.errors import InloopError, UsageError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the arguments, do what they say, return the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        _require_extras()
+        code: int = options.run(options)
+    except KeyboardInterrupt:
+        print("inloop: interrupted; what is finished is saved, the same command continues", file=sys.stderr)
+        return 130
+    except UsageError as error:
+        print(f"inloop: {error}", file=sys.stderr)
+        return 2
+    except (InloopError, OSError) as error:
+        print(f"inloop: {error}", file=sys.stderr)
+        return 1
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="inloop", description="Learn the data distribution while the model trains.")
+    parser.add_argument("--version", action="version", version=f"inloop {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    run = commands.add_parser("run", help="run an experiment").add_subparsers(required=True, metavar="EXPERIMENT")
+    add_splits(run)
+    add_augment(run)
+    add_bench(commands)
+    report = commands.add_parser("report", help="write a page on the runs in a folder")
+    report.add_argument("folder", type=Path, metavar="DIR", help="a folder with one or more runs")
+    report.set_defaults(run=_report)
+    return parser
+
+
+def _report(options: argparse.Namespace) -> int:
+    from inloop.lab.report_page import write_report
+
+    print(write_report(options.folder))
+    return 0
+
+
+def _require_extras() -> None:
+    try:
+        import matplotlib  # noqa: F401
+        import rich  # noqa: F401
+    except ImportError as error:
+        raise UsageError(f"The command line needs {error.name}. Fix: pip install 'inloop[cli]'.") from None

@@ -1,0 +1,62 @@
+"""``inloop run splits``."""
+
+import argparse
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import get_args
+
+from inloop.cli.run_options import DATA_HELP, add_run_options, check_seeds
+
+
+def add_splits(experiments: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    from inloop.lab.networks import NETWORKS
+    from inloop.lab.noise import Noise
+    from inloop.lab.split_settings import OptimizerName, ReferenceName, RewardName
+
+    splits = experiments.add_parser(
+        "splits",
+        help="find the bad one of several splits of a data set while training",
+        description="The paper's section 5.1: equal splits of a data set, the first one noisy; which are learned from is learned. "
+        "The same command again continues an interrupted run.",
+    )
+    splits.add_argument("--data", default="digits", metavar="digits|cifar10|cifar100|PATH", help=DATA_HELP)
+    splits.add_argument("--network", choices=NETWORKS, help="default: fc-bn")
+    splits.add_argument("--reward", choices=get_args(RewardName), help="default: gar")
+    splits.add_argument("--noise", choices=get_args(Noise), help="what is wrong with split 0; default: labels")
+    splits.add_argument("--sources", type=int, help="number of splits; default: 10")
+    splits.add_argument("--batch", type=int, help="default: 1000, for digits 250")
+    splits.add_argument("--epochs", type=int, help="default: 10, for digits 40")
+    splits.add_argument("--optimizer", choices=get_args(OptimizerName), help="default: nesterov, for digits sgd")
+    splits.add_argument("--reference", choices=get_args(ReferenceName), help="default: next")
+    splits.add_argument("--accumulate", type=int, help="paid steps for each update of the policy; default: 10")
+    splits.add_argument("--layers", choices=("all", "linear"), help="layers that count for the reward; default: all")
+    add_run_options(splits, seeds=10)
+    splits.set_defaults(run=_run_splits)
+
+
+def _run_splits(options: argparse.Namespace) -> int:
+    from inloop.lab.datasets import load_data
+    from inloop.lab.display import RunDisplay, print_splits
+    from inloop.lab.noise import check_splits
+    from inloop.lab.run_folder import RunFolder
+    from inloop.lab.split_settings import SplitSettings, with_defaults
+    from inloop.lab.splits import run_seed
+    from inloop.lab.summary import summarise_seeds
+
+    check_seeds(options)
+    data = load_data(options.data)
+    given = {field.name: getattr(options, field.name) for field in fields(SplitSettings) if field.name != "data"}
+    settings = with_defaults(options.data, len(data.train_x), **given)
+    check_splits(data, settings.sources, settings.noise)
+    out = options.out or Path("runs") / settings.folder_name()
+    folder = RunFolder(
+        out, "splits", settings.as_dict() | {"data_digest": data.digest()}, options.restart, SplitSettings().as_dict()
+    )
+    with RunDisplay(f"{settings.network} {settings.reward}", options.seeds, settings.epochs) as display:
+        results = [run_seed(settings, data, seed, folder.seed(seed), display.show) for seed in range(options.seeds)]
+    if options.json:
+        print(json.dumps(summarise_seeds(results), allow_nan=False))
+    else:
+        print_splits(results, settings, out)
+    return 0
