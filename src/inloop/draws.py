@@ -4,6 +4,7 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
+from inloop.alignment import Direction
 from inloop.alignment.plan import Plan
 from inloop.alignment.saved_tape import restore_tape, tape_state
 from inloop.policies import Actions, Policy, count_actions
@@ -50,6 +51,14 @@ class DrawnStep:
     @property
     def neutral(self) -> bool:
         return any(draw.neutral for draw in self.draws)
+
+    @property
+    def begun(self) -> bool:
+        """Whether a part of the step was paid already, so that it cannot be paid by another gradient."""
+        return self.step.tape is not None and self.step.tape.begun
+
+    def begun_with_other(self, gradients: Direction) -> bool:
+        return self.step.tape is not None and self.step.tape.begun_with_other(gradients)
 
     def release(self) -> None:
         if self.step.tape is not None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from inloop.alignment import Direction, Recorder, gradients_of
+from inloop.alignment.early import EarlyAlignment
 from inloop.alignment.plan import LayerFilter
 from inloop.alignment.tape import Reduction, check_reduction
 from inloop.draws import Draw, DrawnStep
@@ -34,12 +35,18 @@ from inloop.step_checks import (
     as_number,
     gradient_norm,
     is_cleared,
+    is_distributed,
     refuse_missing_gradients,
     refuse_other_batch_sizes,
     what_is_not_finite,
 )
 
 log = logging.getLogger("inloop")
+
+_CHANGED_GRADIENTS = (
+    "the gradients changed after the backward pass (by another one, scaling or clipping), which had begun to pay the step before; from "
+    "now on a step is paid only when learner.step is called, which takes more memory"
+)
 
 
 class InLoop:
@@ -126,7 +133,14 @@ class InLoop:
         self._collapsing = False
         self._paused = 0
         self._closed = False
-        self._recorder = Recorder(model, layers, batchnorm_affine=batchnorm_affine, copy_inputs=copy_inputs)
+        self._pays_early = self.reference == "next" and self.reward.aligns_once
+        self._recorder = Recorder(
+            model,
+            layers,
+            batchnorm_affine=batchnorm_affine,
+            copy_inputs=copy_inputs,
+            watch_gradients=self._pays_early,
+        )
         self._begin_step()
 
     # ---------------------------------------------------------------- the two calls of a training loop
@@ -151,6 +165,7 @@ class InLoop:
         self._refuse_if_closed()
         if self._was_abandoned():
             log.info("the passes since the last step left no gradient; what was sampled for them is forgotten")
+            self._pays_early = False  # the next such pass costs no payment
             self.skip()
         self._sampler.waiting.append(draw)
         if draw.neutral:
@@ -164,7 +179,13 @@ class InLoop:
         return len(self._sampler.waiting)
 
     def skip(self) -> None:
-        """Forget what was sampled and recorded since the last step, as if the batch had never been."""
+        """Forget what was sampled and recorded since the last step.
+
+        After a backward pass the step before goes unpaid: it was to be paid by that pass, and has been in part.
+        """
+        if self._pending is not None and self._pending.begun:
+            log.info("step %d is not paid, since the batch after it was skipped", self.num_steps)
+            self._drop_pending()
         self._begin_step(self._sampler.waiting)
 
     def step(self, loss: Tensor | float, actions: Actions | None = None) -> StepReport:
@@ -212,6 +233,10 @@ class InLoop:
         paid, reference = self._match(current, Reference(gradients, loss))
         if paid is None or paid.step.num_examples == 0:
             return self._report(lag)
+        if paid.begun_with_other(gradients):
+            self._pays_early = False
+            paid.release()
+            return self._report(lag, dropped=_CHANGED_GRADIENTS)
         rewards_N = self.reward(paid.step, reference)
         self._paid_since_saved = True
         paid.release()
@@ -255,6 +280,18 @@ class InLoop:
         self._sampler.forget(used)
         if self.reward.needs_tape:
             self._recorder.start(self.reduction)
+        self._recorder.early = self._begin_payment()
+
+    def _begin_payment(self) -> EarlyAlignment | None:
+        """Let the next backward pass pay the step that waits, layer by layer: its tape shrinks as the new one grows.
+
+        Not if a step has several backward passes, or other processes have a part in the gradients: then those that a backward
+        pass leaves are not final.
+        """
+        tape = None if self._pending is None else self._pending.step.tape
+        if tape is None or not self._pays_early or not tape.had_one_pass or is_distributed():
+            return None
+        return tape.align_early()
 
     def _was_abandoned(self) -> bool:
         """Whether a backward pass was recorded whose gradients were then cleared without a step."""
@@ -273,25 +310,28 @@ class InLoop:
         if tape is not None:
             refuse_other_batch_sizes(tape, draws)
         self._recorder.stop()
+        self._recorder.early = None
         return DrawnStep(Step(sum(draw.num_examples for draw in draws), tape), draws)
 
     def _drop_pending(self) -> None:
         if self._pending is not None:
             self._pending.release()
-        self._pending = None
+        self._pending = self._recorder.early = None
 
     # ---------------------------------------------------------------- lifetime and state
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Forward and backward passes in this block leave no trace, and the step that waits to be paid goes on waiting."""
-        tape, self._recorder.tape = self._recorder.tape, None
+        recorder = self._recorder
+        tape, early = recorder.tape, recorder.early
+        recorder.tape = recorder.early = None
         self._paused += 1
         try:
             yield
         finally:
             self._paused -= 1
-            self._recorder.tape = tape
+            recorder.tape, recorder.early = tape, early
 
     def close(self) -> None:
         """Take all hooks off the model and free what is held. The policy stays as it is."""
@@ -318,6 +358,8 @@ class InLoop:
                 step is dropped, here and now; as the run that goes on drops it too, it and a run continued from this state are
                 equal bit for bit.
         """
+        if self._pending is not None and self._pending.begun:  # between a backward pass and its step
+            self._drop_pending()
         if not pending and self._pending is not None:
             if not self._paid_since_saved:
                 log.warning(

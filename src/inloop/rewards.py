@@ -80,9 +80,12 @@ class Reward(ABC):
     Attributes:
         needs_tape: Whether the step's layer calls must be recorded.
         normalisation: How REINFORCE normalises this reward unless told otherwise.
+        aligns_once: Whether ``step.tape.align(reference.direction)`` is all that it asks of the tape, so that it can be begun while
+            that direction is being formed.
     """
 
     needs_tape: bool
+    aligns_once: bool = False
     normalisation: Normalisation
 
     @abstractmethod
@@ -94,6 +97,7 @@ class GradientAlignment(Reward):
     """``r_i = <∇l_i(θ_t), g>``, exact for each example."""
 
     needs_tape = True
+    aligns_once = True
     normalisation: Normalisation = "step"
 
     def __call__(self, step: Step, reference: Reference) -> Tensor:

@@ -36,6 +36,11 @@ def is_cleared(gradients: Direction) -> bool:
     return not any(gradient is not None and bool(_values(gradient).any()) for gradient in gradients.values())
 
 
+def is_distributed() -> bool:
+    """Whether gradients may be averaged over processes after the backward pass has left them."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def _has_gradient(tape: Tape, gradients: Direction) -> bool:
     """Whether the recorded passes had a gradient that is not zero, in truth (dead units leave one that is)."""
     shapes = {name: shape for name, shape in tape.parameter_shapes.items() if name in gradients}
@@ -64,7 +69,7 @@ def refuse_missing_gradients(tape: Tape | None, gradients: Direction, norm: floa
 
 def refuse_other_batch_sizes(tape: Tape, draws: Sequence[Draw]) -> None:
     """Raise unless there is one action for each example."""
-    chosen, seen = [draw.num_examples for draw in draws], batch_sizes(tape.calls)
+    chosen, seen = [draw.num_examples for draw in draws], list(batch_sizes(tape.calls).values())
     if sum(seen) != sum(chosen) or (len(seen) == len(chosen) and seen != chosen):
         raise BatchSizeError(
             f"The actions are for {chosen} example(s), the model saw {seen} (one number a micro-batch). There must be one "

@@ -13,8 +13,8 @@ AnyCall = LayerCall | ReducedCall
 Structure = frozenset[tuple[tuple[int, str, int], int]]
 
 
-def batch_sizes(calls: Sequence[AnyCall]) -> list[int]:
-    """The number of examples of each micro-batch.
+def batch_sizes(calls: Sequence[AnyCall]) -> dict[int, int]:
+    """The number of examples of each micro-batch, in order.
 
     Raises:
         BatchSizeError: If the layers of one micro-batch disagree, or if one computes what all examples share.
@@ -35,7 +35,7 @@ def batch_sizes(calls: Sequence[AnyCall]) -> list[int]:
                 f"Layer '{call.name}' (Embedding) was given {call.num_examples} consecutive positions, as many as there are "
                 f"examples, and its output looks shared by all of them. {_SHARED}"
             )
-    return [call.num_examples for _, call in sorted(first.items())]
+    return {batch: call.num_examples for batch, call in sorted(first.items())}
 
 
 def structure_of(calls: Sequence[AnyCall]) -> Structure:

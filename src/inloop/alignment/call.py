@@ -35,7 +35,7 @@ class Autocast:
         return torch.autocast(self.device, dtype=self.dtype, enabled=self.enabled, cache_enabled=False)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class LayerCall:
     """One call of a layer and, once the backward pass has been there, the gradient of one of its outputs.
 

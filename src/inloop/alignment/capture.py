@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from inloop.alignment.black_box import BLACK_BOX, BlackBoxState, fingerprint, random_state
 from inloop.alignment.call import Autocast, LayerCall, detached, tensors_in, versions_of
 from inloop.alignment.direction import gradients_of
+from inloop.alignment.early import EarlyAlignment
 from inloop.alignment.plan import LayerFilter, Site, make_plan
 from inloop.alignment.tape import Reduction, Tape
 from inloop.alignment.twin import make_twin, reparametrizing_hooks
@@ -70,7 +71,14 @@ def capture(
 
 
 class Recorder:
-    """The hooks on one model, and the tape that they write to at the moment (None: they do nothing)."""
+    """The hooks on one model, and the tape that they write to at the moment (None: they do nothing).
+
+    Args:
+        watch_gradients: See when a backward pass is done with a parameter, for ``early``.
+
+    Attributes:
+        early: An older tape's alignment with the gradients that are being formed; None if there is none.
+    """
 
     def __init__(
         self,
@@ -79,9 +87,11 @@ class Recorder:
         *,
         batchnorm_affine: bool = False,
         copy_inputs: bool = False,
+        watch_gradients: bool = False,
     ) -> None:
         self.copy_inputs = copy_inputs
         self.tape: Tape | None = None
+        self.early: EarlyAlignment | None = None
         self.plan = make_plan(model, layers, batchnorm_affine)
         handles: list[RemovableHandle] = []
         # A recorder that is simply forgotten takes its hooks along: they know it only weakly.
@@ -96,6 +106,10 @@ class Recorder:
             # to forget what was kept for a black box.
             always = site.rule is BLACK_BOX
             handles.append(site.module.register_forward_hook(after, prepend=True, with_kwargs=True, always_call=always))
+        for name, parameter in model.named_parameters():
+            if watch_gradients and parameter.requires_grad:
+                handle = parameter.register_post_accumulate_grad_hook(_AfterGradient(self, name))  # type: ignore[no-untyped-call]
+                handles.append(handle)
 
     def start(self, reduction: Reduction) -> Tape:
         """Let a new tape record from here on."""
@@ -111,6 +125,7 @@ class Recorder:
 
     def remove(self) -> None:
         self.stop()
+        self.early = None
         self.remove_hooks()
 
 
@@ -125,6 +140,23 @@ def _do_nothing(*_: object) -> None:
 
 def _hook_of_a_copy() -> object:
     return _do_nothing
+
+
+class _AfterGradient:
+    """Tells what is recorded, and what is aligned early, that a backward pass is done with a parameter."""
+
+    def __init__(self, recorder: Recorder, name: str) -> None:
+        self.recorder = weakref.ref(recorder)
+        self.name = name
+
+    def __call__(self, parameter: Tensor) -> None:
+        recorder = self.recorder()
+        if recorder is None:
+            return
+        if recorder.tape is not None:
+            recorder.tape.passes[self.name] += 1
+        if recorder.early is not None and parameter.grad is not None:
+            recorder.early.gradient_arrived(self.name, parameter.grad)
 
 
 class _Hook:

@@ -7,16 +7,20 @@ dout arrives, x and dout are let go, and the alignment is its dot product with t
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from inloop.alignment.call import LayerCall
 
+if TYPE_CHECKING:
+    from inloop.alignment.rules import Rule
+
 LEAST_GAIN = 0.3  # share of the memory of x and dout up to which gradients are worth the time to form them
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ReducedCall:
     """A call of which only the examples' gradients are left.
 
@@ -34,6 +38,10 @@ class ReducedCall:
     @property
     def name(self) -> str:
         return self.call.name
+
+    @property
+    def rule(self) -> "Rule":
+        return self.call.rule
 
     @property
     def batch(self) -> int:

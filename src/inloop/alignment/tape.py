@@ -7,6 +7,7 @@ N is the number of examples of the whole step, over all its micro-batches.
 """
 
 import weakref
+from collections import Counter
 from collections.abc import Mapping
 from typing import Literal
 
@@ -17,6 +18,7 @@ from inloop.alignment.batch_size import batch_sizes
 from inloop.alignment.black_box import BlackBoxState
 from inloop.alignment.call import LayerCall
 from inloop.alignment.direction import resolve_direction
+from inloop.alignment.early import EarlyAlignment
 from inloop.alignment.output_hook import hook_gradient
 from inloop.alignment.plan import Plan
 from inloop.alignment.reduced import ReducedCall, reduced
@@ -50,6 +52,9 @@ class Tape:
         self.calls: list[LayerCall | ReducedCall] = []
         self.batch = 0  # the micro-batch that forward passes belong to at the moment
         self.black_box_state: dict[str, BlackBoxState] = {}  # of the black boxes that are running
+        self.passes: Counter[str] = Counter()  # backward passes that reached each parameter
+        self.early: EarlyAlignment | None = None
+        self._sizes: dict[int, int] | None = None
         self._waiting: list[_Waiting] = []
         self._plan = plan
         self._trainable = plan.trainable()
@@ -83,6 +88,29 @@ class Tape:
         """Give back the memory; the tape is empty afterwards."""
         self.close()
         self.calls.clear()
+        if self.early is not None:
+            self.early.forget()
+        self.early = self._sizes = None
+
+    @property
+    def had_one_pass(self) -> bool:
+        """Whether one backward pass, and not several, has formed the gradients of the recorded step."""
+        return max(self.passes.values(), default=0) == 1
+
+    @property
+    def begun(self) -> bool:
+        """Whether a part has been aligned early, and is gone."""
+        return self.early is not None and self.early.began
+
+    def begun_with_other(self, gradients: Direction) -> bool:
+        """Whether a part has been aligned early with what are not, or not any more, these gradients."""
+        return self.early is not None and self.early.differs_from(gradients)
+
+    def align_early(self) -> EarlyAlignment:
+        """Begin to align with the gradients of the next backward pass as they arrive, for one later ``align`` with them all."""
+        self._sizes = batch_sizes(self.calls)
+        self.early = EarlyAlignment(self.calls)
+        return self.early
 
     def align(self, direction: Direction) -> Tensor:
         """The reward of every example, ``r_i = <∇l_i(θ_t), direction>``, shape [N].
@@ -103,22 +131,27 @@ class Tape:
     def contributions(self, direction: Direction) -> Tensor:
         """What every example contributed to ``<∇L_t, direction>``; their sum is that product."""
         resolved = resolve_direction(direction, self._plan.aliases, self._plan.shapes, self._trainable)
-        if not self.calls:
+        if self.early is not None and self.early.differs_from(resolved):
+            raise UsageError(
+                "A part of this tape was aligned with other gradients already and is gone. Fix: align with the gradients that the "
+                "backward pass has left, before anything changes them."
+            )
+        if not self.calls and self._sizes is None:
             raise UsageError(
                 "Nothing was recorded. A tape is filled by a forward and a backward pass while it is open, through layers with "
                 "trainable parameters. Fix: run both inside the `with inloop.capture(model) as tape:` block."
             )
-        sizes = batch_sizes(self.calls)
-        totals: dict[int, Tensor] = {}
+        sizes = batch_sizes(self.calls) if self._sizes is None else self._sizes
+        totals = {} if self.early is None else dict(self.early.sums)
         for call in self.calls:
             local = {name: resolved[canonical] for name, canonical in call.parameter_names.items()}
             if any(value is not None for value in local.values()):
                 part = call.align(local)
                 totals[call.batch] = totals[call.batch] + part if call.batch in totals else part
-        device = self.calls[0].device
-        order = sorted({call.batch for call in self.calls})
-        empty = (torch.zeros(size, device=device) for size in sizes)
-        return torch.cat([totals.get(batch, zeros) for batch, zeros in zip(order, empty, strict=True)])
+        device = self.calls[0].device if self.calls else next(iter(totals.values())).device
+        return torch.cat(
+            [totals[batch] if batch in totals else torch.zeros(size, device=device) for batch, size in sizes.items()]
+        )
 
     def verify(self, gradients: Direction) -> None:
         """Check ``sum_i c_i(p.grad) = ‖p.grad‖²`` for every parameter p.
