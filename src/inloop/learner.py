@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from inloop.alignment import Direction, Recorder, gradients_of
 from inloop.alignment.early import EarlyAlignment
 from inloop.alignment.plan import LayerFilter
-from inloop.alignment.tape import Reduction, check_reduction
+from inloop.alignment.tape import Reduction, Retention, check_reduction
 from inloop.draws import Draw, DrawnStep
 from inloop.errors import UsageError, VerificationError
 from inloop.policies import Actions, Policy
@@ -44,8 +44,8 @@ from inloop.step_checks import (
 log = logging.getLogger("inloop")
 
 _CHANGED_GRADIENTS = (
-    "the gradients changed after the backward pass (by another one, scaling or clipping), which had begun to pay the step before; from "
-    "now on a step is paid only when learner.step is called, which takes more memory"
+    "the gradients changed after the step's first backward pass (by another one, or by scaling or clipping), in which recorded "
+    "tensors were let go of; from now on they are kept until learner.step, which takes more memory"
 )
 
 
@@ -72,6 +72,7 @@ class InLoop:
         layers: Which layers count for the reward; see :func:`inloop.capture`.
         batchnorm_affine: Whether BatchNorm's own weight and bias count.
         copy_inputs: Keep copies of the layers' inputs, for writers that torch cannot see.
+        retain: How to keep what is recorded until it is paid: "exact", or in "half" the memory; see :func:`inloop.capture`.
         verify: Check that the recorded examples add up to every gradient: the "first" two times that a kind of step is seen
             (the second shows gradients that were not cleared), on each step (True), never (False).
         generator: The source of all sampling; by default one that follows torch's seed.
@@ -95,6 +96,7 @@ class InLoop:
         layers: LayerFilter | None = None,
         batchnorm_affine: bool = False,
         copy_inputs: bool = False,
+        retain: Retention = "exact",
         verify: bool | Literal["first"] = "first",
         generator: torch.Generator | None = None,
         callback: Callable[[StepReport], None] | None = None,
@@ -133,13 +135,14 @@ class InLoop:
         self._collapsing = False
         self._paused = 0
         self._closed = False
-        self._pays_early = self.reference == "next" and self.reward.aligns_once
+        self._one_pass = False  # whether steps have had one backward pass each: then much can be let go of in passing
+        self._had_several_passes = False
         self._recorder = Recorder(
             model,
             layers,
             batchnorm_affine=batchnorm_affine,
             copy_inputs=copy_inputs,
-            watch_gradients=self._pays_early,
+            retain=retain,
         )
         self._begin_step()
 
@@ -165,7 +168,7 @@ class InLoop:
         self._refuse_if_closed()
         if self._was_abandoned():
             log.info("the passes since the last step left no gradient; what was sampled for them is forgotten")
-            self._pays_early = False  # the next such pass costs no payment
+            self._had_several_passes = True  # the next such pass costs no payment
             self.skip()
         self._sampler.waiting.append(draw)
         if draw.neutral:
@@ -229,12 +232,18 @@ class InLoop:
             current.release()
             return self._report(lag, dropped=problem)
         if current.step.tape is not None:
+            if current.step.tape.missed_a_pass:
+                self._had_several_passes = True
+                self._drop_pending()
+                current.release()
+                return self._report(lag, dropped=_CHANGED_GRADIENTS)
+            self._one_pass = current.step.tape.had_one_pass
             self._verifier.check(current.step.tape, gradients)
         paid, reference = self._match(current, Reference(gradients, loss))
         if paid is None or paid.step.num_examples == 0:
             return self._report(lag)
         if paid.begun_with_other(gradients):
-            self._pays_early = False
+            self._had_several_passes = True
             paid.release()
             return self._report(lag, dropped=_CHANGED_GRADIENTS)
         rewards_N = self.reward(paid.step, reference)
@@ -279,7 +288,7 @@ class InLoop:
         """Record from here on; draws that were not used yet wait for their batch."""
         self._sampler.forget(used)
         if self.reward.needs_tape:
-            self._recorder.start(self.reduction)
+            self._recorder.start(self.reduction, self._one_pass and not self._had_several_passes)
         self._recorder.early = self._begin_payment()
 
     def _begin_payment(self) -> EarlyAlignment | None:
@@ -289,7 +298,8 @@ class InLoop:
         pass leaves are not final.
         """
         tape = None if self._pending is None else self._pending.step.tape
-        if tape is None or not self._pays_early or not tape.had_one_pass or is_distributed():
+        final = self._one_pass and not self._had_several_passes and not is_distributed()
+        if tape is None or not final or self.reference != "next" or not self.reward.aligns_once:
             return None
         return tape.align_early()
 

@@ -3,8 +3,6 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from torch import nn
-
 from inloop.alignment.call import LayerCall
 from inloop.alignment.reduced import ReducedCall
 from inloop.errors import BatchSizeError, UnsupportedLayerError
@@ -21,7 +19,7 @@ def batch_sizes(calls: Sequence[AnyCall]) -> dict[int, int]:
     """
     first: dict[int, AnyCall] = {}
     for call in calls:
-        if isinstance(call, LayerCall) and call.dout.dim() <= call.batch_axis:
+        if isinstance(call, LayerCall) and not call.has_examples:
             raise UnsupportedLayerError(
                 f"'{call.name}' ({type(call.layer).__name__}) returned a scalar that reaches the loss; no part of it can be told to "
                 "belong to an example. Fix: return a value for each example and average outside, or leave it out with layers=."
@@ -65,9 +63,5 @@ def _disagreement(call: AnyCall, known: AnyCall) -> str:
 
 def _looks_like_positions(call: AnyCall, calls: Sequence[AnyCall]) -> bool:
     """Whether L consecutive ids were looked up once for all while another layer has L positions for each of L examples."""
-    if isinstance(call, ReducedCall) or not call.args or not isinstance(call.layer, nn.Embedding):
-        return False
-    ids = call.args[0]
-    if ids.dim() != 1 or len(ids) < 2 or not bool((ids.diff() == 1).all()):
-        return False
-    return any(other.num_positions == len(ids) for other in calls)
+    length = call.consecutive_ids
+    return length > 0 and any(other.num_positions == length for other in calls)

@@ -22,7 +22,7 @@ from inloop.alignment.call import Autocast, LayerCall, detached, tensors_in, ver
 from inloop.alignment.direction import gradients_of
 from inloop.alignment.early import EarlyAlignment
 from inloop.alignment.plan import LayerFilter, Site, make_plan
-from inloop.alignment.tape import Reduction, Tape
+from inloop.alignment.tape import Reduction, Retention, Tape, check_retention
 from inloop.alignment.twin import make_twin, reparametrizing_hooks
 from inloop.errors import UnsupportedLayerError
 
@@ -35,6 +35,7 @@ def capture(
     *,
     batchnorm_affine: bool = False,
     copy_inputs: bool = False,
+    retain: Retention = "exact",
     verify: bool = False,
 ) -> Iterator[Tape]:
     """Record one forward and backward pass, to align its examples with any direction afterwards.
@@ -45,6 +46,8 @@ def capture(
         layers: Which layers count: names (each with all below it) or a predicate on (name, module); None for all.
         batchnorm_affine: Whether BatchNorm's own weight and bias count (the paper's authors left them out).
         copy_inputs: Keep copies of the layers' inputs, for writers that torch cannot see.
+        retain: How to keep what is recorded: "exact", or in "half" the memory, in float16 with a scale for each tensor (a number
+            loses up to 2**-11 of itself).
         verify: Check at the end that the examples add up to every ``p.grad`` (which must have been empty before).
 
     Raises:
@@ -59,7 +62,7 @@ def capture(
         >>> tape.align({"weight": torch.tensor([[1.0, 10.0]])})
         tensor([ 1., 20.])
     """
-    recorder = Recorder(model, layers, batchnorm_affine=batchnorm_affine, copy_inputs=copy_inputs)
+    recorder = Recorder(model, layers, batchnorm_affine=batchnorm_affine, copy_inputs=copy_inputs, retain=retain)
     try:
         tape = recorder.start(reduction)
         yield tape
@@ -73,9 +76,6 @@ def capture(
 class Recorder:
     """The hooks on one model, and the tape that they write to at the moment (None: they do nothing).
 
-    Args:
-        watch_gradients: See when a backward pass is done with a parameter, for ``early``.
-
     Attributes:
         early: An older tape's alignment with the gradients that are being formed; None if there is none.
     """
@@ -87,9 +87,11 @@ class Recorder:
         *,
         batchnorm_affine: bool = False,
         copy_inputs: bool = False,
-        watch_gradients: bool = False,
+        retain: Retention = "exact",
     ) -> None:
+        check_retention(retain)
         self.copy_inputs = copy_inputs
+        self.retain: Retention = retain
         self.tape: Tape | None = None
         self.early: EarlyAlignment | None = None
         self.plan = make_plan(model, layers, batchnorm_affine)
@@ -107,14 +109,14 @@ class Recorder:
             always = site.rule is BLACK_BOX
             handles.append(site.module.register_forward_hook(after, prepend=True, with_kwargs=True, always_call=always))
         for name, parameter in model.named_parameters():
-            if watch_gradients and parameter.requires_grad:
+            if parameter.requires_grad:
                 handle = parameter.register_post_accumulate_grad_hook(_AfterGradient(self, name))  # type: ignore[no-untyped-call]
                 handles.append(handle)
 
-    def start(self, reduction: Reduction) -> Tape:
+    def start(self, reduction: Reduction, expect_one_pass: bool = False) -> Tape:
         """Let a new tape record from here on."""
         self.stop()
-        self.tape = Tape(self.plan, reduction)
+        self.tape = Tape(self.plan, reduction, self.retain, expect_one_pass)
         return self.tape
 
     def stop(self) -> None:
@@ -153,10 +155,11 @@ class _AfterGradient:
         recorder = self.recorder()
         if recorder is None:
             return
-        if recorder.tape is not None:
-            recorder.tape.passes[self.name] += 1
         if recorder.early is not None and parameter.grad is not None:
             recorder.early.gradient_arrived(self.name, parameter.grad)
+        if recorder.tape is not None:
+            recorder.tape.passes[self.name] += 1
+            recorder.tape.settle()
 
 
 class _Hook:

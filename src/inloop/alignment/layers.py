@@ -15,16 +15,16 @@ def _channels_and_space(layer: nn.Module) -> int:
     return 1 + len(cast(nn.Conv2d, layer).kernel_size)
 
 
-alignment_rule(nn.Linear, per_example=LINEAR)(linear_in_parameters)
+alignment_rule(nn.Linear, per_example=LINEAR, separable=True)(linear_in_parameters)
 alignment_rule(nn.Bilinear)(linear_in_parameters)
-alignment_rule(nn.GroupNorm, per_example=GROUP_NORM)(linear_in_parameters)
+alignment_rule(nn.GroupNorm, per_example=GROUP_NORM, separable=True)(linear_in_parameters)
 
-alignment_rule(nn.Conv1d, nn.Conv2d, nn.Conv3d, example_dims=_channels_and_space, per_example=CONVOLUTION)(
-    linear_in_parameters
-)
-alignment_rule(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, example_dims=_channels_and_space)(
-    linear_in_parameters
-)
+alignment_rule(
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, example_dims=_channels_and_space, per_example=CONVOLUTION, separable=True
+)(linear_in_parameters)
+alignment_rule(
+    nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, example_dims=_channels_and_space, separable=True
+)(linear_in_parameters)
 
 # Statistics over the batch are those of step t: recomputed from the recorded input, or the running ones in eval mode.
 alignment_rule(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)(linear_in_parameters)
@@ -38,8 +38,8 @@ def _features(layer: nn.Module) -> int:
     return len(cast(nn.LayerNorm, layer).normalized_shape)
 
 
-alignment_rule(nn.LayerNorm, example_dims=_features, per_example=LAYER_NORM)(linear_in_parameters)
-alignment_rule(nn.RMSNorm, example_dims=_features, per_example=RMS_NORM)(linear_in_parameters)
+alignment_rule(nn.LayerNorm, example_dims=_features, per_example=LAYER_NORM, separable=True)(linear_in_parameters)
+alignment_rule(nn.RMSNorm, example_dims=_features, per_example=RMS_NORM, separable=True)(linear_in_parameters)
 
 alignment_rule(nn.PReLU, parameters=("weight",), example_dims=0)(affine_in_parameters)
 

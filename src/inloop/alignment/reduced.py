@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from inloop.alignment.call import LayerCall
+from inloop.alignment.half import Half, Halves
 
 if TYPE_CHECKING:
     from inloop.alignment.rules import Rule
@@ -34,6 +36,8 @@ class ReducedCall:
     magnitudes: Mapping[str, Tensor] = field(default_factory=dict)
     num_positions: int = 0
     absolute: bool = False
+    has_examples: bool = True
+    consecutive_ids: int = 0
 
     @property
     def name(self) -> str:
@@ -69,16 +73,26 @@ class ReducedCall:
 
     def align(self, direction: Mapping[str, Tensor | None]) -> Tensor:
         """``sum_θ <∂l_i/∂θ, direction_θ>`` for every example; missing entries of ``direction`` are zero."""
-        total = torch.zeros(self.num_examples, dtype=self.dtype, device=self.device)
-        for name, gradient in self.gradients.items():
+        full = self.full()
+        total = torch.zeros(self.num_examples, dtype=full.dtype, device=self.device)
+        for name, gradient in full.gradients.items():
             along = direction.get(name)
             if along is None:
                 continue
             along = along.detach().to(gradient.dtype).flatten()
             if self.absolute:
-                gradient, along = self.magnitudes.get(name, gradient).abs(), along.abs()
+                gradient, along = full.magnitudes.get(name, gradient).abs(), along.abs()
             total += gradient.flatten(1) @ along
         return total
+
+    def in_half(self, halves: Halves) -> "ReducedCall":
+        return self._with(tree_map_only(Tensor, halves.of, (dict(self.gradients), dict(self.magnitudes))))
+
+    def full(self) -> "ReducedCall":
+        return self._with(tree_map_only(Half, Half.full, (dict(self.gradients), dict(self.magnitudes))))
+
+    def _with(self, tensors: tuple[Mapping[str, Tensor], Mapping[str, Tensor]]) -> "ReducedCall":
+        return replace(self, gradients=tensors[0], magnitudes=tensors[1])
 
     def with_magnitudes(self) -> "ReducedCall":
         return replace(self, absolute=True)

@@ -44,6 +44,7 @@ class Rule:
         when: A further condition on the layer.
         keeps_parameters: Whether ``call.layer`` has the parameters of step t; else it has shapes without values.
         per_example: How to form the examples' gradients, for calls where they are smaller than x and dout; None if not at all.
+        separable: Whether row i of the output follows from row i of the one input alone, so that a call can be run in parts.
     """
 
     align: AlignFunction
@@ -52,6 +53,7 @@ class Rule:
     when: Callable[[nn.Module], bool]
     keeps_parameters: bool
     per_example: PerExample | None = None
+    separable: bool = False
 
 
 _RULES: dict[type[nn.Module], Rule] = {}
@@ -64,6 +66,7 @@ def alignment_rule(
     when: Callable[[nn.Module], bool] = lambda layer: True,
     keeps_parameters: bool = False,
     per_example: PerExample | None = None,
+    separable: bool = False,
 ) -> Callable[[AlignFunction], AlignFunction]:
     """Register how layers of these types are aligned; use it as a decorator or on a ready-made function.
 
@@ -74,6 +77,7 @@ def alignment_rule(
         keeps_parameters: Keep a copy of the layer's parameters of step t, for a rule that reads them from ``call.layer``: by
             the time a direction is known, the optimizer has changed the layer's own.
         per_example: How to form the examples' gradients, for calls where they are smaller than what they are made of.
+        separable: Whether row i of the output follows from row i of the one input alone (not so for BatchNorm).
 
     Example:
         A layer that is linear in its parameters needs no code of its own:
@@ -90,7 +94,9 @@ def alignment_rule(
     def register(function: AlignFunction) -> AlignFunction:
         dims = example_dims if callable(example_dims) else lambda layer: example_dims
         for layer_type in layer_types:
-            _RULES[layer_type] = Rule(function, frozenset(parameters), dims, when, keeps_parameters, per_example)
+            _RULES[layer_type] = Rule(
+                function, frozenset(parameters), dims, when, keeps_parameters, per_example, separable
+            )
         return function
 
     return register

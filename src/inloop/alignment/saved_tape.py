@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from inloop.alignment.batch_size import AnyCall
 from inloop.alignment.call import Autocast, LayerCall, versions_of
 from inloop.alignment.plan import Plan, Site
 from inloop.alignment.reduced import ReducedCall
@@ -16,10 +17,11 @@ from inloop.errors import UsageError
 
 def tape_state(tape: Tape) -> dict[str, Any]:
     """What the tape holds. It is as large as the activations and output gradients of a step."""
-    return {"reduction": tape.reduction, "calls": [_any_call_state(call) for call in tape.calls]}
+    calls = [_any_call_state(call.full()) for call in tape.calls]
+    return {"reduction": tape.reduction, "retain": tape.retain, "calls": calls}
 
 
-def _any_call_state(call: LayerCall | ReducedCall) -> dict[str, Any]:
+def _any_call_state(call: AnyCall) -> dict[str, Any]:
     if isinstance(call, LayerCall):
         return _call_state(call)
     rest = {"gradients": dict(call.gradients), "magnitudes": dict(call.magnitudes), "num_positions": call.num_positions}
@@ -28,7 +30,7 @@ def _any_call_state(call: LayerCall | ReducedCall) -> dict[str, Any]:
 
 def restore_tape(plan: Plan, state: dict[str, Any]) -> Tape:
     """The tape of :func:`tape_state`, for a model with the same layers."""
-    tape = Tape(plan, state["reduction"])
+    tape = Tape(plan, state["reduction"], state["retain"])
     sites = {site.name: site for site in plan.sites}
     for saved in state["calls"]:
         if saved["name"] not in sites:

@@ -14,18 +14,20 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from inloop.alignment.batch_size import batch_sizes
+from inloop.alignment.batch_size import AnyCall, batch_sizes
 from inloop.alignment.black_box import BlackBoxState
 from inloop.alignment.call import LayerCall
 from inloop.alignment.direction import resolve_direction
 from inloop.alignment.early import EarlyAlignment
+from inloop.alignment.half import Halves
 from inloop.alignment.output_hook import hook_gradient
 from inloop.alignment.plan import Plan
-from inloop.alignment.reduced import ReducedCall, reduced
+from inloop.alignment.reduced import reduced
 from inloop.alignment.verification import verify_calls
 from inloop.errors import UsageError
 
 Reduction = Literal["mean", "sum"]
+Retention = Literal["exact", "half"]
 Direction = Mapping[str, Tensor | None]
 
 
@@ -36,25 +38,48 @@ def check_reduction(reduction: str) -> None:
         )
 
 
+def check_retention(retain: str) -> None:
+    if retain not in ("exact", "half"):
+        raise UsageError(
+            f"retain={retain!r}: allowed are 'exact' (tensors as they are) and 'half' (in float16, each with a scale)."
+        )
+
+
 class _Waiting:
-    """A call whose gradient has not come yet. The graph holds this, not the call: a user may hold the graph for long."""
+    """A call whose gradient may still come. The graph holds this, not the call: a user may hold the graph for long."""
 
     def __init__(self, call: LayerCall) -> None:
         self.call: LayerCall | None = call
+        self.written = False
 
 
 class Tape:
-    """Layer calls of one step, written by the hooks of a recorder."""
+    """Layer calls of one step, written by the hooks of a recorder.
 
-    def __init__(self, plan: Plan, reduction: Reduction) -> None:
+    Args:
+        retain: How to keep their tensors.
+        expect_one_pass: Let go of a layer's input once its output's gradient has been there; another backward pass through the
+            same graph is then missed.
+    """
+
+    def __init__(
+        self, plan: Plan, reduction: Reduction, retain: Retention = "exact", expect_one_pass: bool = False
+    ) -> None:
         check_reduction(reduction)
+        check_retention(retain)
         self.reduction = reduction
-        self.calls: list[LayerCall | ReducedCall] = []
+        self.retain: Retention = retain
+        self.calls: list[AnyCall] = []
         self.batch = 0  # the micro-batch that forward passes belong to at the moment
         self.black_box_state: dict[str, BlackBoxState] = {}  # of the black boxes that are running
         self.passes: Counter[str] = Counter()  # backward passes that reached each parameter
+        self.missed_a_pass = False
         self.early: EarlyAlignment | None = None
+        self._num_settled = 0
+        self._one_pass = expect_one_pass
+        self._is_open = True
         self._sizes: dict[int, int] | None = None
+        self._halves = Halves() if retain == "half" else None
         self._waiting: list[_Waiting] = []
         self._plan = plan
         self._trainable = plan.trainable()
@@ -72,22 +97,45 @@ class Tape:
 
         def write(dout: Tensor) -> None:
             open_tape = tape()
-            if open_tape is not None and waiting.call is not None:
-                open_tape.calls.append(reduced(waiting.call.with_gradient(dout.detach(), output_index, batch_axis)))
+            if open_tape is None:
+                return
+            if waiting.call is not None:
+                open_tape.calls.append(waiting.call.with_gradient(dout.detach(), output_index, batch_axis))
+                waiting.written = True
+                if open_tape._one_pass:
+                    waiting.call = None  # its input may be kept in a smaller form now, or not at all
+            elif waiting.written and open_tape._is_open:
+                open_tape.missed_a_pass = True
 
         hook_gradient(output, write)
 
+    def settle(self) -> None:
+        """Bring the calls that were written since the last time into the form that they are kept in.
+
+        It is best done when a layer's backward pass is over, and needs no memory any more.
+        """
+        for index in range(self._num_settled, len(self.calls)):
+            call = self.calls[index]
+            kept = reduced(call) if isinstance(call, LayerCall) else call
+            self.calls[index] = kept if self._halves is None else kept.in_half(self._halves)
+        self._num_settled = len(self.calls)
+
     def close(self) -> None:
         """Record nothing more, also of backward passes still to come, and let go of what waited for them."""
+        self._is_open = False
         for waiting in self._waiting:
             waiting.call = None
         self._waiting.clear()
+        self.settle()
+        if self._halves is not None:
+            self._halves.forget()
         self.black_box_state.clear()
 
     def release(self) -> None:
         """Give back the memory; the tape is empty afterwards."""
-        self.close()
         self.calls.clear()
+        self._num_settled = 0
+        self.close()
         if self.early is not None:
             self.early.forget()
         self.early = self._sizes = None

@@ -10,17 +10,14 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from inloop.alignment.call import LayerCall
-from inloop.alignment.reduced import ReducedCall
+from inloop.alignment.batch_size import AnyCall
 from inloop.errors import VerificationError
 
 # Of the sum of |c_i|: far above rounding, far below any real omission.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
-def verify_calls(
-    calls: Sequence[LayerCall | ReducedCall], gradients: Mapping[str, Tensor | None], names: Collection[str]
-) -> None:
+def verify_calls(calls: Sequence[AnyCall], gradients: Mapping[str, Tensor | None], names: Collection[str]) -> None:
     """Check the equation for the parameters ``names``.
 
     Raises:
@@ -44,7 +41,7 @@ def verify_calls(
             raise VerificationError(_what_is_wrong(name, total, norm))
 
 
-def _magnitude(calls: Sequence[LayerCall | ReducedCall], name: str, unit: Tensor) -> float:
+def _magnitude(calls: Sequence[AnyCall], name: str, unit: Tensor) -> float:
     """``sum |dout| |f(x; g)|``, element by element."""
     return sum(
         float(call.with_magnitudes().align({local: unit}).abs().sum())
@@ -54,7 +51,7 @@ def _magnitude(calls: Sequence[LayerCall | ReducedCall], name: str, unit: Tensor
     )
 
 
-def _tolerance(calls: Sequence[LayerCall | ReducedCall], gradient: Tensor | None) -> float:
+def _tolerance(calls: Sequence[AnyCall], gradient: Tensor | None) -> float:
     """That of the coarsest precision that took part."""
     dtypes = {call.dtype for call in calls} | ({gradient.dtype} if gradient is not None else set())
     return max((_TOLERANCE[dtype] for dtype in dtypes), default=0.0)

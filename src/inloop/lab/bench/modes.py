@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, jvp, vmap
+from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
+from torch.func import functional_call, grad, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from inloop.lab.bench.tasks import Task
 from inloop.learner import InLoop
@@ -51,6 +53,10 @@ def gradient_alignment(task: Task, **options: Any) -> Step:
 
 def interleaved(task: Task) -> Step:
     return gradient_alignment(task, interleave=True)
+
+
+def half(task: Task) -> Step:
+    return gradient_alignment(task, retain="half")
 
 
 class _ExampleWeights(nn.Module):
@@ -121,15 +127,15 @@ def forward_mode(task: Task) -> Step:
     optimizer = sgd(task.model)
     kept: list[dict[str, Tensor]] = []
 
-    def all_losses(parameters: dict[str, Tensor]) -> Tensor:
-        return task.losses(functional_call(task.model, parameters, (task.x,)))
-
     def step() -> None:
         task.losses(task.model(task.x)).mean().backward()  # type: ignore[no-untyped-call]
         if kept:
-            direction = {name: p.grad for name, p in task.model.named_parameters()}
-            with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):  # the others have no forward mode
-                jvp(all_losses, (kept.pop(),), (direction,))
+            buffers = {name: buffer.clone() for name, buffer in task.model.named_buffers()}
+            with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), dual_level():  # the other kernels have no forward mode
+                named = zip(task.model.parameters(), kept.pop().items(), strict=True)
+                duals = {name: make_dual(value, p.grad) for p, (name, value) in named}  # type: ignore[no-untyped-call]
+                losses = task.losses(functional_call(task.model, duals | buffers, (task.x,)))
+                unpack_dual(losses)  # type: ignore[no-untyped-call]
         kept.append({name: p.detach().clone() for name, p in task.model.named_parameters()})
         optimizer.step()
         optimizer.zero_grad()
@@ -141,6 +147,7 @@ MODES: dict[str, Callable[[Task], Step]] = {
     "plain": plain,
     "gar": gradient_alignment,
     "gar-interleaved": interleaved,
+    "gar-half": half,
     "metagradient": metagradient,
     "metagradient-unrolled": unrolled,
     "vmap": per_example_gradients,
