@@ -859,7 +859,9 @@ def test_each_update_is_taken_at_the_policy_that_drew():
     scores, actions = [policy.scores.detach().clone()], []
     rewards = []
     original = run.learner.reward
-    run.learner.reward = type("Spy", (), {"needs_tape": True, "aligns_once": False, "__call__": lambda _, *a: spy(original(*a))})()
+    run.learner.reward = type(
+        "Spy", (), {"needs_tape": True, "aligns_once": False, "__call__": lambda _, *a: spy(original(*a))}
+    )()
 
     def spy(rewards_N):
         rewards.append(rewards_N)

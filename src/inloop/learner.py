@@ -18,7 +18,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from inloop.alignment import Direction, Recorder, gradients_of
+from inloop.alignment import Direction, gradients_of
+from inloop.alignment.capture import make_recorder
 from inloop.alignment.early import EarlyAlignment
 from inloop.alignment.plan import LayerFilter
 from inloop.alignment.tape import Reduction, Retention, check_reduction
@@ -72,7 +73,8 @@ class InLoop:
         layers: Which layers count for the reward; see :func:`inloop.capture`.
         batchnorm_affine: Whether BatchNorm's own weight and bias count.
         copy_inputs: Keep copies of the layers' inputs, for writers that torch cannot see.
-        retain: How to keep what is recorded until it is paid: "exact", or in "half" the memory; see :func:`inloop.capture`.
+        retain: How to keep what is recorded until it is paid: "exact", in "half" the memory, or "recompute", in hardly any; see
+            :func:`inloop.capture`.
         verify: Check that the recorded examples add up to every gradient: the "first" two times that a kind of step is seen
             (the second shows gradients that were not cleared), on each step (True), never (False).
         generator: The source of all sampling; by default one that follows torch's seed.
@@ -137,7 +139,7 @@ class InLoop:
         self._closed = False
         self._one_pass = False  # whether steps have had one backward pass each: then much can be let go of in passing
         self._had_several_passes = False
-        self._recorder = Recorder(
+        self._recorder = make_recorder(
             model,
             layers,
             batchnorm_affine=batchnorm_affine,

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from inloop import capture
-from inloop.alignment import Recorder, gradients_of
+from inloop.alignment import gradients_of
+from inloop.alignment.capture import make_recorder
 from inloop.alignment.oracles import align_by_loss
 from inloop.errors import BatchSizeError, OverwrittenTensorError, UsageError, VerificationError
 from tests.alignment.exactness import assert_exact, random_direction
@@ -131,7 +132,7 @@ def test_frozen_parameters_are_left_out():
 def test_parameters_unfrozen_later_are_recorded():
     model = small_net()
     model[0].requires_grad_(False)
-    recorder = Recorder(model)
+    recorder = make_recorder(model)
     model[0].requires_grad_(True)
     tape = recorder.start("mean")
     F.cross_entropy(model(x(5)), labels()).backward()
@@ -263,7 +264,7 @@ def test_nothing_is_written_on_the_users_modules():
 
 def test_a_forgotten_recorder_takes_its_hooks_along():
     model = small_net()
-    recorder = Recorder(model)
+    recorder = make_recorder(model)
     recorder.start("mean")
     assert num_hooks(model) == 2
     del recorder
@@ -273,7 +274,7 @@ def test_a_forgotten_recorder_takes_its_hooks_along():
 
 def test_the_tape_is_not_kept_alive_by_the_graph():
     model = small_net()
-    recorder = Recorder(model)
+    recorder = make_recorder(model)
     recorder.start("mean")
     loss = model(x(5)).sum()
     tape = weakref.ref(recorder.tape)
@@ -286,7 +287,7 @@ def test_the_tape_is_not_kept_alive_by_the_graph():
 def test_a_user_who_keeps_outputs_does_not_keep_the_tapes():
     """A common debugging hook stores activations on the module; each holds its graph, which must not hold old calls."""
     model = small_net()
-    recorder = Recorder(model)
+    recorder = make_recorder(model)
     model[0].register_forward_hook(lambda module, args, out: setattr(module, "activation", out))
     alive = []
     for _ in range(4):

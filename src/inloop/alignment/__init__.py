@@ -6,7 +6,6 @@ nothing else of the library.
 
 from inloop.alignment import layers as _layers  # noqa: F401  registers torch's layers
 from inloop.alignment.call import LayerCall as LayerCall
-from inloop.alignment.capture import Recorder as Recorder
 from inloop.alignment.capture import capture as capture
 from inloop.alignment.direction import gradients_of as gradients_of
 from inloop.alignment.rules import affine_in_parameters as affine_in_parameters

@@ -12,7 +12,7 @@ of the module. Where an operation has no second derivative, one backward pass fo
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -41,7 +41,7 @@ def align_black_box(call: LayerCall, direction: Mapping[str, Tensor]) -> Tensor:
             name: value.detach().requires_grad_(name in call.parameter_names)
             for name, value in call.layer.named_parameters(remove_duplicate=False)
         }
-        out = _checked(call, tensors_in(call.run(parameters)))[call.output_index]
+        out = checked(call, tensors_in(call.run(parameters)))[call.output_index]
         inputs, directions = [parameters[name] for name in wanted], [direction[name] for name in wanted]
         try:
             contributions = _derivative_by_example_weight(call, out, inputs, directions)
@@ -56,7 +56,7 @@ def fingerprint(out: Tensor) -> Tensor:
     return torch.stack([values.sum(), values.abs().sum()])
 
 
-def _checked(call: LayerCall, outputs: list[Tensor]) -> list[Tensor]:
+def checked(call: LayerCall, outputs: list[Tensor]) -> list[Tensor]:
     """The outputs of a replay, if they are those of step t."""
     precision = max((torch.finfo(out.dtype).eps for out in outputs if out.is_floating_point()), default=0.0)
     same = len(outputs) == len(call.fingerprints) and all(
@@ -107,14 +107,18 @@ def _dot(gradients: tuple[Tensor | None, ...], directions: list[Tensor]) -> Tens
 
 
 @contextmanager
+def randomness_of(call: LayerCall) -> Iterator[None]:
+    """The random numbers of step t, and afterwards those of now."""
+    devices = [torch.device(name) for name in call.random_state if name != "cpu"]
+    with torch.random.fork_rng(devices=devices, device_type=devices[0].type if devices else "cuda"):
+        restore_random_state(call.random_state)
+        yield
+
+
+@contextmanager
 def _as_in_step_t(call: LayerCall) -> Iterator[None]:
     """Step t's random numbers, and kernels that can be differentiated twice."""
-    devices = [torch.device(name) for name in call.random_state if name != "cpu"]
-    with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=devices, device_type=devices[0].type if devices else "cuda"))
-        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        stack.enter_context(torch.backends.cudnn.flags(enabled=False))
-        restore_random_state(call.random_state)
+    with sdpa_kernel(SDPBackend.MATH), torch.backends.cudnn.flags(enabled=False), randomness_of(call):
         yield
 
 
@@ -140,4 +144,5 @@ BLACK_BOX = Rule(
     example_dims=lambda module: 0,
     when=lambda module: True,
     keeps_parameters=True,
+    replays=True,
 )

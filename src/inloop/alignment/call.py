@@ -106,6 +106,11 @@ class LayerCall:
     def device(self) -> torch.device:
         return self.dout.device
 
+    def without_values(self) -> "LayerCall":
+        """Its shapes, and the integers it was called with."""
+        args = tree_map_only(Tensor, lambda t: t.to("meta") if t.is_floating_point() else t, self.args)
+        return replace(self, args=args, kwargs={}, dout=self.dout.to("meta"))
+
     def with_magnitudes(self) -> "LayerCall":
         return replace(self, absolute=True)
 

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from inloop.alignment.batch_size import AnyCall
-from inloop.alignment.black_box import BLACK_BOX
 from inloop.errors import OverwrittenTensorError
 
 
@@ -30,9 +29,7 @@ class EarlyAlignment:
         self._aligned_with: dict[str, tuple[int, int]] = {}
         self._users: dict[str, list[AnyCall]] = {}  # by parameter
         for call in calls:
-            if (
-                call.rule is not BLACK_BOX
-            ):  # which needs a backward pass of its own, and that has no place within another
+            if not call.rule.replays:  # which needs a backward pass of its own, and that has no place within another
                 for name in call.parameter_names.values():
                     self._users.setdefault(name, []).append(call)
 

@@ -59,8 +59,8 @@ class Plan:
 
 
 def _parameters_of(module: nn.Module, rule: Rule) -> dict[str, nn.Parameter]:
-    """A black box answers for everything below it, a layer with a rule for its own parameters."""
-    if rule is BLACK_BOX:
+    """What is replayed answers for everything below it, a layer with a rule for its own parameters."""
+    if rule.replays:
         return dict(module.named_parameters(remove_duplicate=False))
     return {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
 

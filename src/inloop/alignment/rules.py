@@ -45,6 +45,8 @@ class Rule:
         keeps_parameters: Whether ``call.layer`` has the parameters of step t; else it has shapes without values.
         per_example: How to form the examples' gradients, for calls where they are smaller than x and dout; None if not at all.
         separable: Whether row i of the output follows from row i of the one input alone, so that a call can be run in parts.
+        replays: Whether a call is done again, forward and backward, with all that it had in step t: parameters, buffers, randomness.
+        visit_layers: ``(call, visit)`` calls ``visit`` with each layer's call within a call of a whole model.
     """
 
     align: AlignFunction
@@ -54,6 +56,8 @@ class Rule:
     keeps_parameters: bool
     per_example: PerExample | None = None
     separable: bool = False
+    replays: bool = False
+    visit_layers: Callable[[LayerCall, Callable[[LayerCall], None]], None] | None = None
 
 
 _RULES: dict[type[nn.Module], Rule] = {}

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from inloop.alignment.batch_size import AnyCall, batch_sizes
 from inloop.alignment.black_box import BlackBoxState
@@ -27,7 +27,7 @@ from inloop.alignment.verification import verify_calls
 from inloop.errors import UsageError
 
 Reduction = Literal["mean", "sum"]
-Retention = Literal["exact", "half"]
+Retention = Literal["exact", "half", "recompute"]
 Direction = Mapping[str, Tensor | None]
 
 
@@ -39,9 +39,10 @@ def check_reduction(reduction: str) -> None:
 
 
 def check_retention(retain: str) -> None:
-    if retain not in ("exact", "half"):
+    if retain not in ("exact", "half", "recompute"):
         raise UsageError(
-            f"retain={retain!r}: allowed are 'exact' (tensors as they are) and 'half' (in float16, each with a scale)."
+            f"retain={retain!r}: allowed are 'exact' (tensors as they are), 'half' (in float16, each with a scale) and 'recompute' "
+            "(only the batch and the parameters)."
         )
 
 
@@ -89,6 +90,9 @@ class Tape:
         """Of all parameters of the model, by name."""
         return self._plan.shapes
 
+    def is_first(self, layer: nn.Module) -> None:
+        """No other recorded layer comes before this one."""
+
     def wait_for_gradient(self, call: LayerCall, output: Tensor, output_index: int, batch_axis: int) -> None:
         """Write ``call`` when the gradient of ``output`` arrives; forget it when the tape is closed."""
         waiting = _Waiting(call)
@@ -100,7 +104,7 @@ class Tape:
             if open_tape is None:
                 return
             if waiting.call is not None:
-                open_tape.calls.append(waiting.call.with_gradient(dout.detach(), output_index, batch_axis))
+                open_tape.write(waiting.call.with_gradient(dout.detach(), output_index, batch_axis))
                 waiting.written = True
                 if open_tape._one_pass:
                     waiting.call = None  # its input may be kept in a smaller form now, or not at all
@@ -108,6 +112,10 @@ class Tape:
                 open_tape.missed_a_pass = True
 
         hook_gradient(output, write)
+
+    def write(self, call: LayerCall) -> None:
+        """A call is complete: the gradient of its output has arrived."""
+        self.calls.append(call)
 
     def settle(self) -> None:
         """Bring the calls that were written since the last time into the form that they are kept in.

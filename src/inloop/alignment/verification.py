@@ -5,12 +5,13 @@ parameter in the loss went through a recorded layer call, with the right formula
 to, nor whether the loss was a mean or a sum.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from inloop.alignment.batch_size import AnyCall
+from inloop.alignment.call import LayerCall
 from inloop.errors import VerificationError
 
 # Of the sum of |c_i|: far above rounding, far below any real omission.
@@ -26,12 +27,15 @@ def verify_calls(calls: Sequence[AnyCall], gradients: Mapping[str, Tensor | None
     sums = dict.fromkeys(names, (0.0, 0.0))
     norms = {name: 0.0 if (g := gradients[name]) is None else float(g.double().norm()) for name in names}
     units = {name: g / norms[name] for name in names if (g := gradients[name]) is not None and norms[name] > 0}
-    for call in calls:
+
+    def add(call: AnyCall) -> None:
         for local, name in call.parameter_names.items():
             if name in units:
                 part = call.align({local: units[name]}).double()
                 total, magnitude = sums[name]
                 sums[name] = total + float(part.sum()), magnitude + float(part.abs().sum())
+
+    _visit(calls, add)
     for name, (total, magnitude) in sorted(sums.items()):
         norm, tolerance = norms[name], _tolerance(calls, gradients[name])
         if not abs(total - norm) <= tolerance * max(magnitude, norm):
@@ -43,12 +47,25 @@ def verify_calls(calls: Sequence[AnyCall], gradients: Mapping[str, Tensor | None
 
 def _magnitude(calls: Sequence[AnyCall], name: str, unit: Tensor) -> float:
     """``sum |dout| |f(x; g)|``, element by element."""
-    return sum(
-        float(call.with_magnitudes().align({local: unit}).abs().sum())
-        for call in calls
-        for local, canonical in call.parameter_names.items()
-        if canonical == name
-    )
+    magnitude = 0.0
+
+    def add(call: AnyCall) -> None:
+        nonlocal magnitude
+        for local, canonical in call.parameter_names.items():
+            if canonical == name:
+                magnitude += float(call.with_magnitudes().align({local: unit}).abs().sum())
+
+    _visit(calls, add)
+    return magnitude
+
+
+def _visit(calls: Sequence[AnyCall], visit: Callable[[AnyCall], None]) -> None:
+    """Call ``visit`` with every layer's call."""
+    for call in calls:
+        if call.rule.visit_layers is not None and isinstance(call, LayerCall):
+            call.rule.visit_layers(call, visit)
+        else:
+            visit(call)
 
 
 def _tolerance(calls: Sequence[AnyCall], gradient: Tensor | None) -> float:

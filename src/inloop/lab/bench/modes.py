@@ -59,6 +59,10 @@ def half(task: Task) -> Step:
     return gradient_alignment(task, retain="half")
 
 
+def recompute(task: Task) -> Step:
+    return gradient_alignment(task, retain="recompute")
+
+
 class _ExampleWeights(nn.Module):
     """φ: a weight for each example of the batch."""
 
@@ -148,6 +152,7 @@ MODES: dict[str, Callable[[Task], Step]] = {
     "gar": gradient_alignment,
     "gar-interleaved": interleaved,
     "gar-half": half,
+    "gar-recompute": recompute,
     "metagradient": metagradient,
     "metagradient-unrolled": unrolled,
     "vmap": per_example_gradients,
