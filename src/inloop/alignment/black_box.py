@@ -32,6 +32,12 @@ class BlackBoxState:
     random_state: Mapping[str, Tensor]
     versions: tuple[int, ...]
 
+    def was_random(self) -> bool:
+        """Whether random numbers were drawn since."""
+        devices = [torch.device(name) for name in self.random_state]
+        now = random_state(devices[-1])
+        return any(not torch.equal(state, now[name]) for name, state in self.random_state.items())
+
 
 def align_black_box(call: LayerCall, direction: Mapping[str, Tensor]) -> Tensor:
     """Contributions through a module of unknown form; see the module docstring."""
@@ -51,17 +57,22 @@ def align_black_box(call: LayerCall, direction: Mapping[str, Tensor]) -> Tensor:
 
 
 def fingerprint(out: Tensor) -> Tensor:
-    """Two numbers that tell one output from another: the sum and the sum of magnitudes."""
-    values = out.detach().double() if out.is_floating_point() else out.detach().to(torch.float64)
-    return torch.stack([values.sum(), values.abs().sum()])
+    """Two numbers a row that tell one output from another: the sum and the sum of magnitudes, [2, rows]."""
+    values = out.detach() if out.is_floating_point() else out.detach().double()
+    values = values.reshape(len(out) if out.dim() else 1, -1) if out.numel() else values.new_zeros(1, 1)
+    return torch.stack([values.sum(dim=1, dtype=torch.float64), values.abs().sum(dim=1, dtype=torch.float64)])
 
 
 def checked(call: LayerCall, outputs: list[Tensor]) -> list[Tensor]:
     """The outputs of a replay, if they are those of step t."""
     precision = max((torch.finfo(out.dtype).eps for out in outputs if out.is_floating_point()), default=0.0)
+
+    def is_same(now: Tensor, then: Tensor) -> bool:
+        close = min(1e3 * precision, 0.05) * then[1] + 1e-30
+        return now.shape == then.shape and bool(((now - then).abs() <= close).all())
+
     same = len(outputs) == len(call.fingerprints) and all(
-        bool(((fingerprint(out) - then).abs() <= min(1e3 * precision, 0.05) * then[1] + 1e-30).all())
-        for out, then in zip(outputs, call.fingerprints, strict=True)
+        is_same(fingerprint(out), then) for out, then in zip(outputs, call.fingerprints, strict=True)
     )
     if not same:
         raise UnsupportedLayerError(

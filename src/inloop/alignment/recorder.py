@@ -208,7 +208,7 @@ class _AfterForward(_Hook):
             kwargs=kwargs,
             autocast=Autocast.current(outputs[0].device.type),
             batch=tape.batch,
-            random_state=state.random_state if state else {},
+            random_state=state.random_state if state and state.was_random() else {},
             versions=versions_of((args, kwargs)),
             fingerprints=tuple(fingerprint(out) for out in outputs) if state else (),
         )

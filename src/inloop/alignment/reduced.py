@@ -19,7 +19,7 @@ from inloop.alignment.half import Half, Halves
 if TYPE_CHECKING:
     from inloop.alignment.rules import Rule
 
-LEAST_GAIN = 0.3  # share of the memory of x and dout up to which gradients are worth the time to form them
+LEAST_GAIN = 0.75  # share of the memory of x and dout up to which gradients are worth the time to form them
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,8 +1,8 @@
 """Keeping hardly anything: the step is done again when it is to be aligned.
 
 The model as a whole is one recorded call: its input, the gradient of its output, a copy of its parameters. When a direction is
-known, the model runs forward and backward once more as in step t, and each layer's call is aligned at the moment when its
-gradient arrives, so that none is kept. Gradients of weights are not computed, but for the first layers, to which the backward
+known, the model runs forward and backward once more as in step t, a quarter of the examples at a time if they do not depend on
+each other, and each layer's call is aligned at the moment when its gradient arrives, so that none is kept. Gradients of weights are not computed, but for the first layers, to which the backward
 pass must reach.
 """
 
@@ -12,6 +12,8 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_map_only
 
 from inloop.alignment.batch_size import batch_sizes
 from inloop.alignment.black_box import checked, randomness_of
@@ -21,6 +23,9 @@ from inloop.alignment.recorder import Recorder
 from inloop.alignment.rules import Rule
 from inloop.alignment.tape import Tape
 from inloop.alignment.twin import make_twin
+from inloop.errors import UnsupportedLayerError
+
+_NUM_PARTS = 4  # that a batch is replayed in
 
 
 def whole_model(model: nn.Module, plan: Plan) -> Site:
@@ -41,24 +46,62 @@ def whole_model(model: nn.Module, plan: Plan) -> Site:
 def align_by_replay(plan: Plan, call: LayerCall, direction: Mapping[str, Tensor]) -> Tensor:
     """The sum of the contributions of all layers' calls."""
     along = {plan.aliases[name]: value for name, value in direction.items()}
+    return torch.cat([_align_part(plan, part, along) for part in _parts(call)])
+
+
+def _align_part(plan: Plan, call: LayerCall, along: Mapping[str, Tensor]) -> Tensor:
     contributions_N = torch.zeros(call.num_examples, dtype=call.dtype, device=call.device)
-    shapes = []
+    shapes = [call.without_values()]
 
     def add(layer_call: LayerCall) -> None:
-        nonlocal contributions_N
         shapes.append(layer_call.without_values())
-        batch_sizes([call.without_values(), shapes[-1]])
-        contributions_N = contributions_N + layer_call.align(
-            {local: along[name] for local, name in layer_call.parameter_names.items()}
+        batch_sizes([shapes[0], shapes[-1]])
+        contributions_N.add_(
+            layer_call.align({local: along[name] for local, name in layer_call.parameter_names.items()})
         )
 
-    visit_layers(plan, call, add)
+    _replay(plan, call, add)
     batch_sizes(shapes)
     return contributions_N
 
 
 def visit_layers(plan: Plan, call: LayerCall, visit: Callable[[LayerCall], None]) -> None:
-    """Do step t again, forward and backward, and call ``visit`` with each layer's call when the gradient of its output arrives."""
+    """Do step t again and call ``visit`` with each layer's call, of a part of the examples, when its gradient arrives."""
+    for part in _parts(call):
+        _replay(plan, part, visit)
+
+
+def _parts(call: LayerCall) -> list[LayerCall]:
+    """The call divided into calls of fewer examples, which take less memory, if that gives the same output."""
+    coupled = any(isinstance(module, _BatchNorm) and module.training for module in call.layer.modules())
+    rows = -(-call.num_examples // _NUM_PARTS)
+    if coupled or call.random_state or rows == call.num_examples or not _can_be_divided(call):
+        return [call]
+    return [_examples(call, slice(start, start + rows)) for start in range(0, call.num_examples, rows)]
+
+
+def _can_be_divided(call: LayerCall) -> bool:
+    """Whether the first example alone has the output that it had among all. What has as many rows may be no examples (a mask)."""
+    one = _examples(call, slice(0, 1))
+    try:
+        with torch.no_grad():
+            checked(one, tensors_in(one.run(dict(call.layer.named_parameters(remove_duplicate=False)))))
+    except (RuntimeError, ValueError, IndexError, UnsupportedLayerError):
+        return False
+    return True
+
+
+def _examples(call: LayerCall, rows: slice) -> LayerCall:
+    def some(tensor: Tensor) -> Tensor:
+        return tensor[rows] if tensor.dim() and len(tensor) == call.num_examples else tensor
+
+    args, kwargs = tree_map_only(Tensor, some, (call.args, call.kwargs))
+    fingerprints = tuple(some(kept.T).T for kept in call.fingerprints)
+    return replace(call, args=args, kwargs=kwargs, dout=call.dout[rows], fingerprints=fingerprints)
+
+
+def _replay(plan: Plan, call: LayerCall, visit: Callable[[LayerCall], None]) -> None:
+    """Forward and backward as in step t."""
     with randomness_of(call), torch.enable_grad():
         parameters = {
             name: value.detach().requires_grad_(name in call.parameter_names)
