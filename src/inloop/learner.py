@@ -289,6 +289,8 @@ class InLoop:
     def _begin_step(self, used: Sequence[Draw] = ()) -> None:
         """Record from here on; draws that were not used yet wait for their batch."""
         self._sampler.forget(used)
+        if self._pending is not None and self._pending.step.tape is not None:
+            self._pending.step.tape.own_parameters()
         if self.reward.needs_tape:
             self._recorder.start(self.reduction, self._one_pass and not self._had_several_passes)
         self._recorder.early = self._begin_payment()

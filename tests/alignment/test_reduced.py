@@ -46,6 +46,12 @@ def test_reduced_calls_are_exact(case, monkeypatch):
     assert_exact(layer, torch.randn(shape, dtype=torch.float64))
 
 
+def test_a_shortcut_counts_on_its_input_alone():
+    """The gradient of a sum is one tensor for both terms: the branch holds it anyway."""
+    assert isinstance(recorded(nn.Conv2d(3, 4, 1).double(), (5, 3, 3, 3)).calls[0], ReducedCall)
+    assert isinstance(recorded(nn.Conv2d(3, 12, 1).double(), (5, 3, 3, 3)).calls[0], LayerCall)
+
+
 @pytest.mark.parametrize(
     ("layer", "shape"),
     [

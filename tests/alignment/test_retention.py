@@ -138,6 +138,22 @@ def test_examples_are_recomputed_in_parts_where_that_is_the_same(positions, drop
     assert sizes == expected
 
 
+def test_one_copy_of_the_parameters_at_a_time():
+    """The copy for step t+1 is made when that for step t is not needed any more."""
+    model = nn.Sequential(nn.Linear(50, 50), nn.Linear(50, 50))
+    learner = inloop.InLoop(model, inloop.MixturePolicy(2), retain="recompute")
+    for _ in range(2):
+        learner.sample(4)
+        loss = model(torch.randn(4, 50)).square().mean()
+        loss.backward()
+        (call,) = learner._recorder.tape.calls
+        assert call.layer[0].weight.data_ptr() == model[0].weight.data_ptr()
+        learner.step(loss)
+        (call,) = learner._pending.step.tape.calls
+        assert call.layer[0].weight.data_ptr() != model[0].weight.data_ptr()
+        model.zero_grad()
+
+
 def test_recomputing_computes_no_gradients_of_weights_but_the_first():
     """They would be a third of the backward pass."""
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 5), nn.Linear(5, 2))

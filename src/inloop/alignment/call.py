@@ -106,6 +106,14 @@ class LayerCall:
     def device(self) -> torch.device:
         return self.dout.device
 
+    def with_own_parameters(self) -> "LayerCall":
+        """With copies of the parameters instead of the model's own."""
+        named = dict(self.layer.named_parameters(remove_duplicate=False))
+        copies = {value.data_ptr(): value.clone() for value in named.values()}  # one for all names of a tied parameter
+        return replace(
+            self, layer=make_twin(self.layer, {name: copies[value.data_ptr()] for name, value in named.items()})
+        )
+
     def without_values(self) -> "LayerCall":
         """Its shapes, and the integers it was called with."""
         args = tree_map_only(Tensor, lambda t: t.to("meta") if t.is_floating_point() else t, self.args)

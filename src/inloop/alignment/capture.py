@@ -56,6 +56,7 @@ def capture(
         recorder.stop()
         if verify:
             tape.verify(gradients_of(model))
+        tape.own_parameters()
     finally:
         recorder.remove()
 

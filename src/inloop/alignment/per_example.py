@@ -20,11 +20,13 @@ class PerExample:
     Attributes:
         positions: A view of dout with the positions that share the bias on one axis, [N, positions, *shape of the bias].
         when: Whether it holds for this call.
+        shares_dout: Whether another call is likely to hold the same dout, so that letting go of it frees nothing.
     """
 
     weight: Form
     positions: Form
     when: Callable[[LayerCall], bool] = lambda call: True
+    shares_dout: Callable[[LayerCall], bool] = lambda call: False
 
     def gradient(self, parameter: str, call: LayerCall) -> Tensor:
         return self.weight(call) if parameter == "weight" else self.positions(call).sum(dim=1)
@@ -80,6 +82,11 @@ def _plain_padding(call: LayerCall) -> bool:
     return layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
 
 
+def _is_pointwise(call: LayerCall) -> bool:
+    """A shortcut, most likely: the gradient of a sum is the same tensor for both its terms."""
+    return set(cast(nn.Conv2d, call.layer).kernel_size) == {1}
+
+
 def _group_norm_weight(call: LayerCall) -> Tensor:
     layer, (x,) = cast(nn.GroupNorm, call.layer), call.args
     return (call.dout * F.group_norm(x, layer.num_groups, eps=layer.eps)).flatten(2).sum(dim=2)
@@ -118,7 +125,7 @@ def _has_positions(call: LayerCall) -> bool:
     return call.dout.dim() > 2
 
 
-CONVOLUTION = PerExample(_convolution_weight, _space_last, _plain_padding)
+CONVOLUTION = PerExample(_convolution_weight, _space_last, _plain_padding, _is_pointwise)
 GROUP_NORM = PerExample(_group_norm_weight, _space_last, _has_positions)
 LAYER_NORM = PerExample(_layer_norm_weight, _features_last)
 RMS_NORM = PerExample(_rms_norm_weight, _features_last)

@@ -144,7 +144,9 @@ class _BeforeForward(_Hook):
                 f"contains BatchNorm in training mode ('{coupled[0]}'), which mixes its examples. Fix: move the parameters "
                 "into a small module of their own, put BatchNorm in eval mode, or leave the module out with layers=."
             )
-        parameters = _parameters_to_keep(module, values=True)
+        # Those of a whole model are copied when the step is over, and the copies for the step before are not needed any more.
+        later = self.site.rule.visit_layers is not None
+        parameters = _parameters_in_use(module) if later else _parameters_to_keep(module, values=True)
         device = next(iter(parameters.values())).device
         tape.black_box_state[name] = BlackBoxState(
             make_twin(module, parameters), random_state(device), versions_of((args, kwargs))
@@ -238,6 +240,10 @@ class _AfterForward(_Hook):
 def _batch_axis(module: nn.Module, output_index: int) -> int:
     """Axis of the examples: the first, but for the final states of a recurrent layer, [layers, N, features]."""
     return 1 if isinstance(module, nn.RNNBase) and output_index > 0 else 0
+
+
+def _parameters_in_use(module: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach() for name, parameter in module.named_parameters(remove_duplicate=False)}
 
 
 def _parameters_to_keep(module: nn.Module, values: bool) -> dict[str, Tensor]:

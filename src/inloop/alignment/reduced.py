@@ -111,7 +111,8 @@ def reduced(call: LayerCall) -> LayerCall | ReducedCall:
     ):
         return call
     size = sum(p.numel() for name, p in call.layer.named_parameters() if name in call.parameter_names)
-    if len(call.dout) * size > LEAST_GAIN * (call.args[0].numel() + call.dout.numel()) or not form.when(call):
+    freed = call.args[0].numel() + (0 if form.shares_dout(call) else call.dout.numel())
+    if len(call.dout) * size > LEAST_GAIN * freed or not form.when(call):
         return call
     with torch.no_grad():
         gradients = {name: form.gradient(name, call) for name in call.parameter_names}

@@ -77,6 +77,7 @@ class Tape:
         self.missed_a_pass = False
         self.early: EarlyAlignment | None = None
         self._num_settled = 0
+        self._owns_parameters = False
         self._one_pass = expect_one_pass
         self._is_open = True
         self._sizes: dict[int, int] | None = None
@@ -127,6 +128,16 @@ class Tape:
             kept = reduced(call) if isinstance(call, LayerCall) else call
             self.calls[index] = kept if self._halves is None else kept.in_half(self._halves)
         self._num_settled = len(self.calls)
+
+    def own_parameters(self) -> None:
+        """Copy the parameters that replays will need, before anything changes them."""
+        if self._owns_parameters:
+            return
+        self._owns_parameters = True
+        self.calls = [
+            call.with_own_parameters() if isinstance(call, LayerCall) and call.rule.visit_layers else call
+            for call in self.calls
+        ]
 
     def close(self) -> None:
         """Record nothing more, also of backward passes still to come, and let go of what waited for them."""
