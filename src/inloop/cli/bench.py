@@ -1,7 +1,6 @@
 """``inloop bench``."""
 
 import argparse
-import json
 from pathlib import Path
 
 from inloop.errors import UsageError
@@ -14,12 +13,23 @@ def add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         description="Each mode runs in a process of its own and takes turns with one that trains plainly; ratios are medians.",
     )
     bench.add_argument(
-        "--models", default="wrn-16-4,gpt-6,vit-tiny,mlp", help="separated by commas; default: %(default)s"
+        "--models",
+        default="wrn-16-4,gpt-6,vit-tiny,mlp",
+        help="separated by commas; default: %(default)s; also any wrn-DEPTH-WIDTH[-gn] and gpt-DEPTH[@SEQUENCE]",
     )
     bench.add_argument("--modes", help="separated by commas; default: all")
     bench.add_argument("--batch", type=int, help="default: what is usual for the model")
     bench.add_argument("--repeats", type=int, default=10, help="default: 10")
     bench.add_argument("--figure", type=Path, metavar="FILE.svg", help="also draw the ratios")
+    bench.add_argument(
+        "--out", type=Path, metavar="FILE.json", help="keep the results here; what it has already is not measured again"
+    )
+    bench.add_argument(
+        "--against",
+        type=Path,
+        metavar="FILE.json",
+        help="fail if a ratio is worse than in these results, by more than its noise",
+    )
     bench.add_argument("--json", action="store_true", help="print one JSON object")
     bench.set_defaults(run=_bench)
 
@@ -27,39 +37,34 @@ def add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 def _bench(options: argparse.Namespace) -> int:
     from rich.console import Console
 
+    from inloop.lab.bench.guard import what_is_worse
     from inloop.lab.bench.measure import measure
-    from inloop.lab.bench.show import print_bench, write_bench_figure
-    from inloop.lab.bench.tasks import MODELS
+    from inloop.lab.bench.show import as_json, describe, print_bench, read_bench, write_bench, write_bench_figure
+    from inloop.lab.bench.tasks import MODELS, is_model
     from inloop.lab.bench.worker import ALL_MODES
 
-    chosen = {"models": options.models.split(","), "modes": (options.modes or ",".join(ALL_MODES)).split(",")}
-    for what, allowed in (("models", MODELS), ("modes", ALL_MODES)):
-        if unknown := [name for name in chosen[what] if name not in allowed]:
-            raise UsageError(f"--{what} {unknown[0]}: allowed are {', '.join(allowed)}.")
+    models, modes = options.models.split(","), (options.modes or ",".join(ALL_MODES)).split(",")
+    if unknown := [name for name in models if not is_model(name)]:
+        raise UsageError(f"--models {unknown[0]}: allowed are {', '.join(MODELS)}.")
+    if unknown := [name for name in modes if name not in ALL_MODES]:
+        raise UsageError(f"--modes {unknown[0]}: allowed are {', '.join(ALL_MODES)}.")
     if options.repeats < 1 or (options.batch or 2) < 2:
         raise UsageError("--repeats must be at least 1, --batch at least 2.")
+    before = read_bench(options.against) if options.against is not None else []
     log = Console(stderr=True)
-
-    def show(row: dict[str, object]) -> None:
-        ratio = (
-            f"{row['time_ratio']:.2f} x time, {row['memory_ratio']:.2f} x memory"
-            if "error" not in row
-            else row["error"]
-        )
-        log.print(f"{row['model']} {row['mode']}: {ratio}", highlight=False, markup=False)
-
-    rows = measure(chosen["models"], chosen["modes"], options.batch, options.repeats, show)
+    rows = read_bench(options.out) if options.out is not None and options.out.exists() else []
+    for row in measure(models, modes, options.batch, options.repeats, rows):
+        rows.append(row)
+        log.print(describe(row), highlight=False, markup=False)
+        if options.out is not None:
+            write_bench(rows, options.out)
     if options.figure is not None:
         write_bench_figure(rows, options.figure)
     if options.json:
-        print(
-            json.dumps(
-                {
-                    "results": [row for row in rows if "error" not in row],
-                    "skipped": [row for row in rows if "error" in row],
-                }
-            )
-        )
+        print(as_json(rows))
     else:
         print_bench(rows, Console())
-    return 0
+    worse = what_is_worse(rows, before)
+    for line in worse:
+        log.print(f"worse: {line}", highlight=False, markup=False)
+    return 1 if worse else 0

@@ -4,7 +4,7 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -46,26 +46,36 @@ class Worker:
         self.process.communicate()  # closes its pipes
 
 
-def compare(model: str, mode: str, batch: int, repeats: int) -> dict[str, Any]:
-    """A row of the results: times and peak memory of a mode, and their ratios to plain training."""
-    row = {"model": model, "mode": mode, "batch": batch}
-    with Worker(model, "plain", batch) as plain, Worker(model, mode, batch) as other:
-        if problem := plain.ask().get("error") or other.ask().get("error"):
-            return row | {"error": problem}
-        times: dict[str, list[float]] = {"plain": [], "other": []}
-        for repeat in range(repeats):
-            # Who is first alternates, too.
-            for name, worker in sorted({"plain": plain, "other": other}.items(), reverse=bool(repeat % 2)):
-                times[name].append(worker.ask("time")["seconds"])
-        memory = {name: worker.ask("memory")["peak_bytes"] for name, worker in (("plain", plain), ("other", other))}
+def compare(plain: Worker, other: Worker, repeats: int, plain_bytes: int) -> dict[str, Any]:
+    """Times and peak memory of a mode, and their ratios to plain training."""
+    times: dict[str, list[float]] = {"plain": [], "other": []}
+    for repeat in range(repeats):
+        # Who is first alternates, too.
+        for name, worker in sorted({"plain": plain, "other": other}.items(), reverse=bool(repeat % 2)):
+            times[name].append(worker.ask("time")["seconds"])
     ratios = [b / a for a, b in zip(times["plain"], times["other"], strict=True)]
-    return row | {
+    peak_bytes = other.ask("memory")["peak_bytes"]
+    return {
         "time_ratio": statistics.median(ratios),
         "time_ratio_quartiles": statistics.quantiles(ratios, n=4)[::2] if len(ratios) > 1 else [ratios[0], ratios[0]],
-        "memory_ratio": memory["other"] / memory["plain"],
+        "memory_ratio": peak_bytes / plain_bytes,
         "seconds": statistics.median(times["other"]),
-        "peak_bytes": memory["other"],
+        "peak_bytes": peak_bytes,
     }
+
+
+def measure_model(model: str, modes: Sequence[str], batch: int, repeats: int) -> Iterator[dict[str, Any]]:
+    """A row of the results for each mode; a mode that does not work has a row that says why."""
+    with Worker(model, "plain", batch) as first:
+        problem = first.ask().get("error")
+        plain_bytes = 1 if problem else first.ask("memory")["peak_bytes"]
+    with Worker(model, "plain", batch) as plain:
+        problem = problem or plain.ask().get("error")
+        for mode in modes:
+            row = {"model": model, "mode": mode, "batch": batch, "repeats": repeats}
+            with Worker(model, mode, batch) as other:
+                wrong = problem or other.ask().get("error")
+                yield row | ({"error": wrong} if wrong else compare(plain, other, repeats, plain_bytes))
 
 
 def measure(
@@ -73,13 +83,12 @@ def measure(
     modes: Sequence[str],
     batch: int | None,
     repeats: int,
-    show: Callable[[dict[str, Any]], None] = lambda row: None,
-) -> list[dict[str, Any]]:
-    """All modes of all models, one after the other."""
-    rows = []
+    known: Sequence[dict[str, Any]] = (),
+) -> Iterator[dict[str, Any]]:
+    """All modes of all models, one after the other, but for those that are ``known``."""
+    done = {(row["model"], row["mode"], row["batch"]) for row in known}
     for model in models:
         size = batch or len(make_task(model).x)
-        for mode in modes:
-            rows.append(compare(model, mode, size, repeats))
-            show(rows[-1])
-    return rows
+        missing = [mode for mode in modes if (model, mode, size) not in done]
+        if missing:
+            yield from measure_model(model, missing, size, repeats)

@@ -1,5 +1,6 @@
 """The results of the benchmark as a table in the terminal and as a figure."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,40 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
+from inloop.errors import UsageError
 from inloop.lab.figures import as_svg
 from inloop.lab.run_folder import write_atomically
 
 _OURS, _OTHERS = "#0b6e99", "#b0b0b0"
+
+
+def describe(row: dict[str, Any]) -> str:
+    name = f"{row['model']} {row['mode']}"
+    if "error" in row:
+        return f"{name}: {row['error']}"
+    return f"{name}: {row['time_ratio']:.2f} x time, {row['memory_ratio']:.2f} x memory"
+
+
+def as_json(rows: Sequence[dict[str, Any]]) -> str:
+    """What works under "results", the rest under "skipped"."""
+    parts = {
+        "results": [row for row in rows if "error" not in row],
+        "skipped": [row for row in rows if "error" in row],
+    }
+    return json.dumps(parts, indent=1)
+
+
+def read_bench(path: Path) -> list[dict[str, Any]]:
+    try:
+        parts = json.loads(path.read_text())
+        return [*parts["results"], *parts.get("skipped", [])]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path}: no results of `inloop bench --json` ({type(error).__name__}: {error}).") from None
+
+
+def write_bench(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, lambda file: file.write((as_json(rows) + "\n").encode()))
 
 
 def print_bench(rows: Sequence[dict[str, Any]], console: Console) -> None:

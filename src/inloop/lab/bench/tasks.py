@@ -1,5 +1,6 @@
 """What is measured: a model, a batch for it, and the loss of each example."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from inloop.errors import UsageError
-from inloop.lab.bench.transformers import gpt_6, vit_tiny
+from inloop.lab.bench.transformers import gpt, vit_tiny
 from inloop.lab.wide_resnet import make_wide_resnet
 
 
@@ -35,9 +36,12 @@ def _classify(*shape: int) -> Callable[[int], tuple[Tensor, Tensor]]:
     return lambda batch: (torch.randn(batch, *shape), torch.randint(10, (batch,)))
 
 
-def _sequences(batch: int) -> tuple[Tensor, Tensor]:
-    tokens = torch.randint(256, (batch, 257))
-    return tokens[:, :-1], tokens[:, 1:]
+def _sequences(length: int) -> Callable[[int], tuple[Tensor, Tensor]]:
+    def make_batch(batch: int) -> tuple[Tensor, Tensor]:
+        tokens = torch.randint(256, (batch, length + 1))
+        return tokens[:, :-1], tokens[:, 1:]
+
+    return make_batch
 
 
 # model, its batch, and the usual batch size
@@ -47,15 +51,28 @@ _TASKS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, T
         for name, batch in (("wrn-16-4", 64), ("wrn-16-4-gn", 64), ("wrn-28-10", 32), ("wrn-28-10-gn", 32))
     },
     "vit-tiny": (vit_tiny, _classify(3, 32, 32), 64),
-    "gpt-6": (gpt_6, _sequences, 8),
+    "gpt-6": (gpt, _sequences(256), 8),
     "mlp": (_mlp, _classify(784), 256),
 }
 MODELS = tuple(_TASKS)
+_OTHERS = r"gpt-(\d+)(?:@(\d+))?|wrn-\d+-\d+(?:-gn)?"
+
+
+def is_model(name: str) -> bool:
+    return name in _TASKS or re.fullmatch(_OTHERS, name) is not None
 
 
 def make_task(model: str, batch: int | None = None) -> Task:
-    if model not in _TASKS:
+    """One of ``MODELS``, or another size of the two families: wrn-DEPTH-WIDTH[-gn], gpt-DEPTH[@SEQUENCE]."""
+    other = re.fullmatch(_OTHERS, model)
+    if model not in _TASKS and other is None:
         raise UsageError(f"model {model!r}: allowed are {', '.join(MODELS)}.")
     torch.manual_seed(0)
-    build, make_batch, usual = _TASKS[model]
+    if model in _TASKS:
+        build, make_batch, usual = _TASKS[model]
+    elif other is not None and other[1]:
+        depth, length = int(other[1]), int(other[2] or 256)
+        build, make_batch, usual = lambda: gpt(depth, length), _sequences(length), 8
+    else:
+        build, make_batch, usual = lambda: make_wide_resnet(model, 3, 10), _classify(3, 32, 32), 32
     return Task(build(), *make_batch(batch or usual))

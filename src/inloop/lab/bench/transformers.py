@@ -75,5 +75,7 @@ def vit_tiny() -> Transformer:
     return Transformer(Patches(192, 4), positions=64, dim=192, depth=12, heads=3, classes=10, causal=False)
 
 
-def gpt_6() -> Transformer:
-    return Transformer(nn.Embedding(256, 384), positions=256, dim=384, depth=6, heads=6, classes=256, causal=True)
+def gpt(depth: int = 6, length: int = 256) -> Transformer:
+    return Transformer(
+        nn.Embedding(256, 384), positions=length, dim=384, depth=depth, heads=6, classes=256, causal=True
+    )
