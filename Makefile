@@ -27,8 +27,8 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(INSTALLED)  ## time of a step with a learner, against a plain one
-	$(BIN)/python benchmarks/step_cost.py
+bench: $(INSTALLED)  ## fails if time or memory of a step has become worse than in results/cost
+	$(BIN)/inloop bench --models mlp,wrn-16-4,gpt-6 --modes gar,gar-interleaved,gar-half --against results/cost/bench.json
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

@@ -286,7 +286,7 @@ def test_a_subclass_that_changes_nothing_keeps_its_rule():
         def extra_repr(self):
             return "named"
 
-    assert rule_names(Named()) == {"": "linear_in_parameters"}
+    assert rule_names(Named()) == {"": "align_linear"}
 
 
 class SharesWithItsParent(nn.Module):

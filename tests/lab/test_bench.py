@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from inloop.cli import main
+from inloop.errors import UsageError
+from inloop.lab.bench.guard import what_is_worse
 from inloop.lab.bench.memory import peak_bytes
 from inloop.lab.bench.modes import MODES
 from inloop.lab.bench.peers import PEERS
@@ -97,3 +99,60 @@ def test_the_figure_has_every_measured_mode(tmp_path):
     write_bench_figure(rows, tmp_path / "bench.svg")
     text = (tmp_path / "bench.svg").read_text()
     assert all(mode in text for mode in ALL_MODES)
+
+
+ROW = {
+    "model": "mlp",
+    "mode": "gar",
+    "batch": 4,
+    "time_ratio": 1.3,
+    "time_ratio_quartiles": [1.25, 1.35],
+    "memory_ratio": 1.2,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, []),
+        ({"time_ratio": 1.4, "time_ratio_quartiles": [1.38, 1.5]}, []),  # within the noise of both
+        ({"time_ratio": 1.5, "time_ratio_quartiles": [1.45, 1.55]}, ["mlp gar, batch 4: 1.50 x time, was 1.30"]),
+        ({"memory_ratio": 1.3}, ["mlp gar, batch 4: 1.300 x memory, was 1.200"]),
+        ({"memory_ratio": 1.1, "time_ratio_quartiles": [1.0, 1.1]}, []),
+        ({"error": "OSError: gone"}, ["mlp gar, batch 4: does not work any more: OSError: gone"]),
+        ({"batch": 8, "memory_ratio": 9.0}, []),  # was not measured before
+    ],
+)
+def test_the_guard_sees_what_is_worse_than_noise(changes, expected):
+    assert what_is_worse([ROW | changes], [ROW]) == expected
+
+
+def test_bench_keeps_results_and_compares_them(tmp_path, capsys):
+    out = tmp_path / "deep" / "bench.json"
+    command = ["bench", "--models", "mlp", "--batch", "4", "--repeats", "1", "--out", str(out), "--json"]
+    assert main([*command, "--modes", "gar"]) == 0
+    first = json.loads(capsys.readouterr().out)["results"]
+    assert main([*command, "--modes", "gar,gar-half"]) == 0
+    both = json.loads(capsys.readouterr().out)["results"]
+    assert both[0] == first[0] == json.loads(out.read_text())["results"][0]
+    assert [row["mode"] for row in both] == ["gar", "gar-half"]
+    better = json.loads(out.read_text())
+    better["results"][0]["memory_ratio"] /= 2
+    other = tmp_path / "better.json"
+    other.write_text(json.dumps(better))
+    assert main([*command, "--modes", "gar", "--against", str(other)]) == 1
+    assert "worse: mlp gar" in capsys.readouterr().err
+
+
+def test_results_that_are_none(tmp_path, capsys):
+    path = tmp_path / "x.json"
+    path.write_text("[]")
+    assert main(["bench", "--models", "mlp", "--modes", "gar", "--against", str(path)]) == 2
+    assert "no results of `inloop bench --json`" in capsys.readouterr().err
+
+
+def test_other_sizes_of_the_families():
+    assert make_task("gpt-2@64", 2).x.shape == (2, 64)
+    assert len(make_task("wrn-10-1").x) == 32
+    with pytest.raises(UsageError, match="allowed are wrn-16-4"):
+        make_task("gpt-x")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from inloop.alignment.half import Half, Halves
 from inloop.alignment.twin import make_twin
@@ -171,7 +171,7 @@ class LayerCall:
         A small result is overwritten in the processor's cache by the next, where a large one is fetched as fresh memory: on a
         CPU this is faster (a 3 x 3 convolution of 64 channels on 64 images of 32 x 32: by a third), and it needs less memory.
         """
-        rows, leaves = len(self.dout), tree_leaves((self.args, self.kwargs, self.dout))
+        rows, leaves = len(self.dout), leaves_of((self.args, self.kwargs, self.dout))
         size = max(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor | Half))
         if not self.rule.separable or size <= 2 * _PART_BYTES or self.dout.device.type != "cpu":
             yield self
@@ -211,8 +211,22 @@ def detached(tree: Any, copy: bool) -> Any:
     return tree_map_only(Tensor, lambda t: t.detach().clone() if copy else t.detach(), tree)
 
 
+def leaves_of(tree: Any) -> Iterator[Any]:
+    """What is in a nest of arguments. For tuples, lists and dicts much faster than torch's own, which it uses for the rest."""
+    if isinstance(tree, Tensor | Half):
+        yield tree
+    elif type(tree) is tuple or type(tree) is list:
+        for part in tree:
+            yield from leaves_of(part)
+    elif type(tree) is dict:
+        for part in tree.values():
+            yield from leaves_of(part)
+    else:
+        yield from tree_leaves(tree)
+
+
 def tensors_in(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
+    return [leaf for leaf in leaves_of(tree) if isinstance(leaf, Tensor)]
 
 
 def versions_of(tree: Any) -> tuple[int, ...]:

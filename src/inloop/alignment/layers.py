@@ -15,7 +15,20 @@ def _channels_and_space(layer: nn.Module) -> int:
     return 1 + len(cast(nn.Conv2d, layer).kernel_size)
 
 
-alignment_rule(nn.Linear, per_example=LINEAR, separable=True)(linear_in_parameters)
+@alignment_rule(nn.Linear, per_example=LINEAR, separable=True)
+def align_linear(call: LayerCall, direction: Mapping[str, Tensor]) -> Tensor:
+    """``<dout_i, x_i gᵀ>`` or, for a layer that widens, ``<dout_i g, x_i>``, of which the product is smaller."""
+    layer, dout = cast(nn.Linear, call.layer), call.dout
+    precise = dout.dtype in (torch.float32, torch.float64) and not call.autocast.enabled
+    if layer.out_features <= layer.in_features or not precise or call.absolute:
+        return linear_in_parameters(call, direction)
+    (x,) = (*call.args, *call.kwargs.values())
+    contributions_N: Tensor = ((dout @ direction["weight"]) * x).flatten(1).sum(dim=1)
+    if layer.bias is not None:
+        contributions_N += dout.reshape(len(dout), -1, layer.out_features).sum(dim=1) @ direction["bias"]
+    return contributions_N
+
+
 alignment_rule(nn.Bilinear)(linear_in_parameters)
 alignment_rule(nn.GroupNorm, per_example=GROUP_NORM, separable=True)(linear_in_parameters)
 

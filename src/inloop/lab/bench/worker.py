@@ -9,6 +9,7 @@ import gc
 import importlib.util
 import json
 import logging
+import math
 import sys
 import time
 import warnings
@@ -21,6 +22,7 @@ from inloop.lab.bench.tasks import make_task
 
 ALL_MODES = (*MODES, *PEERS)
 STEPS = 2  # timed together: in some modes every second step is another
+LEAST_SECONDS = 0.3  # that are timed together, if steps are short
 
 
 def make_step(model: str, mode: str, batch: int | None) -> Step:
@@ -29,6 +31,13 @@ def make_step(model: str, mode: str, batch: int | None) -> Step:
     build = MODES[mode] if mode in MODES else PEERS[mode][1]
     step: Step = build(make_task(model, batch))
     return step
+
+
+def _seconds(step: Step, times: int) -> float:
+    started = time.perf_counter()
+    for _ in range(times):
+        step()
+    return time.perf_counter() - started
 
 
 def _say(answer: dict[str, Any]) -> None:
@@ -44,8 +53,10 @@ def main() -> None:
     try:
         step: Step | None = make_step(model, mode, int(batch) or None)
         assert step is not None
-        for _ in range(2 * STEPS):  # the first are slower: allocations, checks, nothing to pay yet
+        for _ in range(STEPS):  # the first are slower: allocations, checks, nothing to pay yet
             step()
+        timed = STEPS * max(1, math.ceil(LEAST_SECONDS / _seconds(step, STEPS)))
+        _seconds(step, timed - STEPS)
     except Exception as error:  # whatever keeps a library from this model is the answer
         first = str(error).strip().splitlines()[0] if str(error).strip() else ""
         _say({"error": f"{type(error).__name__}: {first}"})
@@ -57,10 +68,8 @@ def main() -> None:
             gc.collect()
             _say({"peak_bytes": peak_bytes(lambda: make_step(model, mode, int(batch) or None), 2 * STEPS, STEPS)})
             break
-        started = time.perf_counter()
-        for _ in range(STEPS):
-            step()
-        _say({"seconds": (time.perf_counter() - started) / STEPS})
+        assert step is not None
+        _say({"seconds": _seconds(step, timed) / timed})
 
 
 if __name__ == "__main__":

@@ -1,0 +1,108 @@
+"""Writes what `run.sh` measured as tables: README.md here, and a part of the project's README.
+
+python results/cost/table.py
+"""
+
+import json
+import re
+from pathlib import Path
+
+HERE = Path(__file__).parent
+PROJECT = HERE.parent.parent
+MODELS = ("wrn-16-4", "wrn-28-10", "wrn-16-4-gn", "wrn-28-10-gn", "vit-tiny", "gpt-6", "mlp")
+OURS = ("gar", "gar-interleaved", "gar-half", "gar-recompute")
+OTHERS = ("metagradient", "metagradient-unrolled", "higher", "torchopt", "vmap", "jvp", "opacus", "backpack")
+
+
+def read(name: str) -> tuple[dict[tuple[str, str], dict], list[dict]]:
+    """Measured rows by model and mode, and what was skipped."""
+    path = HERE / name
+    parts = json.loads(path.read_text()) if path.exists() else {"results": [], "skipped": []}
+    return {(row["model"], row["mode"]): row for row in parts["results"]}, parts["skipped"]
+
+
+def cell(row: dict | None) -> str:
+    return "" if row is None else f"{row['time_ratio']:.2f} / {row['memory_ratio']:.2f}"
+
+
+def table(rows: dict[tuple[str, str], dict], modes: tuple[str, ...]) -> str:
+    models = [model for model in MODELS if any((model, mode) in rows for mode in modes)]
+    heads = [
+        f"{model}, batch {next(row['batch'] for (name, _), row in rows.items() if name == model)}" for model in models
+    ]
+    lines = [f"| time / memory | {' | '.join(heads)} |", "|---|" + "---|" * len(models)]
+    for mode in modes:
+        cells = [cell(rows.get((model, mode))) for model in models]
+        if any(cells):
+            lines.append(f"| `{mode}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def spread(rows: dict[tuple[str, str], dict]) -> str:
+    lines = ["| model | mode | time: median (quartiles) | repeats | seconds | peak MB |", "|---|---|---|---|---|---|"]
+    for (model, mode), row in sorted(rows.items(), key=lambda item: MODELS.index(item[0][0])):
+        low, high = row["time_ratio_quartiles"]
+        lines.append(
+            f"| {model} | {mode} | {row['time_ratio']:.2f} ({low:.2f} to {high:.2f}) | {row['repeats']} | "
+            f"{row['seconds']:.3f} | {row['peak_bytes'] / 1e6:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def added_time(rows: dict[tuple[str, str], dict]) -> str:
+    """How much less time gradient alignment adds than the direct meta-gradient."""
+    parts = []
+    for model in MODELS:
+        ours, theirs = rows.get((model, "gar")), rows.get((model, "metagradient"))
+        if ours and theirs and ours["time_ratio"] > 1:
+            factor = (theirs["time_ratio"] - 1) / (ours["time_ratio"] - 1)
+            parts.append(f"{model} {factor:.1f}")
+    return ", ".join(parts)
+
+
+def scaling() -> str:
+    path = HERE / "scaling.json"
+    if not path.exists():
+        return ""
+    lines = [
+        f"| {row['model']} | {row['batch']} | {row['time_ratio']:.2f} | {row['memory_ratio']:.2f} |"
+        for row in json.loads(path.read_text())["results"]
+    ]
+    return "\n".join(["| model | batch | time | memory |", "|---|---|---|---|", *lines])
+
+
+def in_brief() -> str:
+    rows, _ = read("bench.json")
+    return table(rows, (*OURS, *OTHERS))
+
+
+def in_full() -> str:
+    rows, skipped = read("bench.json")
+    parts = {
+        "All modes: time / memory, as ratios to plain training": in_brief(),
+        "How many times less time `gar` adds than `metagradient`": added_time(rows),
+        "Spread": spread(rows),
+        "Scaling of `gar`": scaling(),
+        "Not measured": "\n".join(f"- {row['model']}, {row['mode']}: {row['error']}" for row in skipped),
+    }
+    return "\n\n".join(f"## {title}\n\n{content}" for title, content in parts.items() if content)
+
+
+def replaced(text: str, content: str) -> str:
+    return re.sub(
+        r"(<!-- table: python results/cost/table.py -->\n).*?(<!-- end -->)",
+        lambda match: f"{match[1]}\n{content}\n\n{match[2]}",
+        text,
+        flags=re.DOTALL,
+    )
+
+
+def pages() -> dict[Path, str]:
+    """What the two pages should be."""
+    contents = {PROJECT / "README.md": in_brief(), HERE / "README.md": in_full()}
+    return {path: replaced(path.read_text(), content) for path, content in contents.items()}
+
+
+if __name__ == "__main__":
+    for page, text in pages().items():
+        page.write_text(text)
