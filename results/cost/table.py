@@ -60,6 +60,16 @@ def added_time(rows: dict[tuple[str, str], dict]) -> str:
     return ", ".join(parts)
 
 
+def half_error() -> str:
+    lines = [
+        f"| {row['model']} | {row['batch']} | {row['median']:.1e} | {row['largest']:.1e} |"
+        for row in json.loads((HERE / "half_error.json").read_text())["results"]
+    ]
+    heads = "| model | batch | median error | largest error |"
+    note = "As a share of the rewards' standard deviation within the batch, after ten steps (`python -m benchmarks.half_error`)."
+    return "\n".join([note, "", heads, "|---|---|---|---|", *lines])
+
+
 def scaling() -> str:
     path = HERE / "scaling.json"
     if not path.exists():
@@ -82,6 +92,7 @@ def in_full() -> str:
         "All modes: time / memory, as ratios to plain training": in_brief(),
         "How many times less time `gar` adds than `metagradient`": added_time(rows),
         "Spread": spread(rows),
+        'What `retain="half"` does to rewards': half_error(),
         "Scaling of `gar`": scaling(),
         "Not measured": "\n".join(f"- {row['model']}, {row['mode']}: {row['error']}" for row in skipped),
     }

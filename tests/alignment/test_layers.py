@@ -23,6 +23,9 @@ LINEAR_LAYERS = {
     "Linear without bias": (lambda: nn.Linear(5, 3, bias=False), lambda: x(5)),
     "Linear on positions": (lambda: nn.Linear(5, 3), lambda: x(2, 7, 5)),
     "Linear to one feature": (lambda: nn.Linear(5, 1), lambda: x(5)),
+    "Linear that widens": (lambda: nn.Linear(3, 5), lambda: x(3)),
+    "Linear that widens, on positions": (lambda: nn.Linear(3, 90), lambda: x(2, 7, 3)),
+    "Linear that widens, without bias": (lambda: nn.Linear(3, 90, bias=False), lambda: x(7, 3)),
     "Conv1d": (lambda: nn.Conv1d(4, 6, 3, stride=2, dilation=2, groups=2), lambda: x(4, 11)),
     "Conv2d": (lambda: nn.Conv2d(4, 6, 3), lambda: x(4, 7, 6)),
     "Conv2d depthwise": (lambda: nn.Conv2d(4, 8, 3, groups=4, padding=1, bias=False), lambda: x(4, 5, 5)),
@@ -65,7 +68,7 @@ def test_layer_that_is_linear_in_its_parameters(case, reduction):
         for value in itertools.chain(layer.parameters(), layer.buffers()):
             if value.is_floating_point():
                 value.copy_(torch.rand_like(value) + 0.5)
-    assert rule_names(layer) == {"": "linear_in_parameters"}
+    assert rule_names(layer) == {"": "align_linear" if isinstance(layer, nn.Linear) else "linear_in_parameters"}
     assert_exact(layer, make_input(), reduction=reduction, batchnorm_affine=True)
 
 

@@ -25,7 +25,8 @@ def align_linear(call: LayerCall, direction: Mapping[str, Tensor]) -> Tensor:
     (x,) = (*call.args, *call.kwargs.values())
     contributions_N: Tensor = ((dout @ direction["weight"]) * x).flatten(1).sum(dim=1)
     if layer.bias is not None:
-        contributions_N += dout.reshape(len(dout), -1, layer.out_features).sum(dim=1) @ direction["bias"]
+        positions = tuple(range(1, dout.dim() - 1))
+        contributions_N += (dout.sum(dim=positions) if positions else dout) @ direction["bias"]
     return contributions_N
 
 

@@ -80,7 +80,8 @@ def metagradient(task: Task, computation: Any = "reuse") -> Step:
         return (meta.weights * task.losses(task.model(task.x))).mean()
 
     def step() -> None:
-        learner.step(loss)
+        with sdpa_kernel(SDPBackend.MATH):  # the other kernels have no second derivative
+            learner.step(loss)
         optimizer.step()
         optimizer.zero_grad()
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from inloop.lab.bench.modes import Step, dot_with_next, sgd
 from inloop.lab.bench.tasks import Task
@@ -70,7 +71,11 @@ def higher(task: Task) -> Step:
     meta_optimizer = torch.optim.Adam([weights], lr=0.1)
 
     def step() -> None:
-        with library.innerloop_ctx(task.model, optimizer, copy_initial_weights=False) as (unrolled, inner):
+        inner_loop = library.innerloop_ctx(task.model, optimizer, copy_initial_weights=False)
+        with (
+            sdpa_kernel(SDPBackend.MATH),
+            inner_loop as (unrolled, inner),
+        ):  # the other kernels have no second derivative
             inner.step(_weighted(task, unrolled(task.x), weights))
             loss = task.losses(unrolled(task.x)).mean()
             (weights.grad,) = torch.autograd.grad(loss, [weights])
@@ -91,8 +96,9 @@ def torchopt(task: Task) -> Step:
     meta_optimizer = torch.optim.Adam([weights], lr=0.1)
 
     def step() -> None:
-        inner.step(_weighted(task, task.model(task.x), weights))
-        (weights.grad,) = torch.autograd.grad(task.losses(task.model(task.x)).mean(), [weights])
+        with sdpa_kernel(SDPBackend.MATH):
+            inner.step(_weighted(task, task.model(task.x), weights))
+            (weights.grad,) = torch.autograd.grad(task.losses(task.model(task.x)).mean(), [weights])
         meta_optimizer.step()
         library.stop_gradient(task.model)
         library.stop_gradient(inner)
