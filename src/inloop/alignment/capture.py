@@ -42,6 +42,7 @@ def capture(
         VerificationError: With ``verify``, if a parameter's gradient is not the sum of the recorded examples.
 
     Example:
+        >>> import torch
         >>> model = nn.Linear(2, 1, bias=False)
         >>> x = torch.tensor([[1.0, 0.0], [0.0, 2.0]])
         >>> with capture(model, reduction="sum") as tape:
