@@ -5,12 +5,13 @@ python results/augment/table.py
 
 import json
 import math
-import re
 import statistics
 from pathlib import Path
 
+from inloop.lab.page_block import with_block
 from inloop.lab.summary import mean_and_interval, show_interval
 
+COMMAND = "python results/augment/table.py"
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 ARMS = {
@@ -215,19 +216,10 @@ def in_full() -> str:
     return "\n\n".join(f"## {title}\n\n{content}" for title, content in parts.items() if content)
 
 
-def replaced(text: str, content: str) -> str:
-    return re.sub(
-        r"(<!-- table: python results/augment/table.py -->\n).*?(<!-- end -->)",
-        lambda match: f"{match[1]}\n{content}\n\n{match[2]}",
-        text,
-        flags=re.DOTALL,
-    )
-
-
 def pages() -> dict[Path, str]:
     """What the two pages should be."""
     contents = {ROOT / "README.md": in_brief(), HERE / "README.md": in_full()}
-    return {path: replaced(path.read_text(), content) for path, content in contents.items()}
+    return {path: with_block(path.read_text(), COMMAND, content) for path, content in contents.items()}
 
 
 if __name__ == "__main__":

@@ -4,9 +4,11 @@ python results/cost/table.py
 """
 
 import json
-import re
 from pathlib import Path
 
+from inloop.lab.page_block import with_block
+
+COMMAND = "python results/cost/table.py"
 HERE = Path(__file__).parent
 PROJECT = HERE.parent.parent
 MODELS = ("wrn-16-4", "wrn-28-10", "wrn-16-4-gn", "wrn-28-10-gn", "vit-tiny", "gpt-6", "mlp")
@@ -99,19 +101,10 @@ def in_full() -> str:
     return "\n\n".join(f"## {title}\n\n{content}" for title, content in parts.items() if content)
 
 
-def replaced(text: str, content: str) -> str:
-    return re.sub(
-        r"(<!-- table: python results/cost/table.py -->\n).*?(<!-- end -->)",
-        lambda match: f"{match[1]}\n{content}\n\n{match[2]}",
-        text,
-        flags=re.DOTALL,
-    )
-
-
 def pages() -> dict[Path, str]:
     """What the two pages should be."""
     contents = {PROJECT / "README.md": in_brief(), HERE / "README.md": in_full()}
-    return {path: replaced(path.read_text(), content) for path, content in contents.items()}
+    return {path: with_block(path.read_text(), COMMAND, content) for path, content in contents.items()}
 
 
 if __name__ == "__main__":

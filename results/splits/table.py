@@ -4,12 +4,13 @@ python results/splits/table.py
 """
 
 import json
-import re
 from pathlib import Path
 
+from inloop.lab.page_block import with_block
 from inloop.lab.split_report import PAPER
 from inloop.lab.summary import mean_and_interval, show_interval
 
+COMMAND = "python results/splits/table.py"
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 
@@ -97,22 +98,13 @@ def other_tables() -> str:
     return "\n".join(parts)
 
 
-def replaced(text: str, content: str) -> str:
-    return re.sub(
-        r"(<!-- table: python results/splits/table.py -->\n).*?(<!-- end -->)",
-        lambda match: f"{match[1]}\n{content}\n\n{match[2]}",
-        text,
-        flags=re.DOTALL,
-    )
-
-
 def pages() -> dict[Path, str]:
     """What the two pages should be."""
     readme, own = ROOT / "README.md", HERE / "README.md"
     everything = f"## Table 1 of the paper\n\n{main_table()}\n\n{nslr_moves()}\n\n{other_tables()}".rstrip()
     return {
-        readme: replaced(readme.read_text(), f"{main_table()}\n\n{other_noise()}".rstrip()),
-        own: replaced(own.read_text(), everything),
+        readme: with_block(readme.read_text(), COMMAND, f"{main_table()}\n\n{other_noise()}".rstrip()),
+        own: with_block(own.read_text(), COMMAND, everything),
     }
 
 

@@ -137,8 +137,8 @@ class InLoop:
         self._collapsing = False
         self._paused = 0
         self._closed = False
-        self._one_pass = False  # whether steps have had one backward pass each: then much can be let go of in passing
-        self._had_several_passes = False
+        # Whether every step had one backward pass (None: not known yet). Then much can be let go of in passing.
+        self._one_pass: bool | None = None
         self._recorder = make_recorder(
             model,
             layers,
@@ -170,7 +170,7 @@ class InLoop:
         self._refuse_if_closed()
         if self._was_abandoned():
             log.info("the passes since the last step left no gradient; what was sampled for them is forgotten")
-            self._had_several_passes = True  # the next such pass costs no payment
+            self._one_pass = False  # the next such pass costs no payment
             self.skip()
         self._sampler.waiting.append(draw)
         if draw.neutral:
@@ -235,17 +235,17 @@ class InLoop:
             return self._report(lag, dropped=problem)
         if current.step.tape is not None:
             if current.step.tape.missed_a_pass:
-                self._had_several_passes = True
+                self._one_pass = False
                 self._drop_pending()
                 current.release()
                 return self._report(lag, dropped=_CHANGED_GRADIENTS)
-            self._one_pass = current.step.tape.had_one_pass
+            self._one_pass = self._one_pass is not False and current.step.tape.had_one_pass
             self._verifier.check(current.step.tape, gradients)
         paid, reference = self._match(current, Reference(gradients, loss))
         if paid is None or paid.step.num_examples == 0:
             return self._report(lag)
         if paid.begun_with_other(gradients):
-            self._had_several_passes = True
+            self._one_pass = False
             paid.release()
             return self._report(lag, dropped=_CHANGED_GRADIENTS)
         rewards_N = self.reward(paid.step, reference)
@@ -292,7 +292,7 @@ class InLoop:
         if self._pending is not None and self._pending.step.tape is not None:
             self._pending.step.tape.own_parameters()
         if self.reward.needs_tape:
-            self._recorder.start(self.reduction, self._one_pass and not self._had_several_passes)
+            self._recorder.start(self.reduction, expect_one_pass=self._one_pass is True)
         self._recorder.early = self._begin_payment()
 
     def _begin_payment(self) -> EarlyAlignment | None:
@@ -302,7 +302,7 @@ class InLoop:
         pass leaves are not final.
         """
         tape = None if self._pending is None else self._pending.step.tape
-        final = self._one_pass and not self._had_several_passes and not is_distributed()
+        final = self._one_pass is True and not is_distributed()
         if tape is None or not final or self.reference != "next" or not self.reward.aligns_once:
             return None
         return tape.align_early()

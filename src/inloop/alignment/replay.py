@@ -2,8 +2,8 @@
 
 The model as a whole is one recorded call: its input, the gradient of its output, a copy of its parameters. When a direction is
 known, the model runs forward and backward once more as in step t, a quarter of the examples at a time if they do not depend on
-each other, and each layer's call is aligned at the moment when its gradient arrives, so that none is kept. Gradients of weights are not computed, but for the first layers, to which the backward
-pass must reach.
+each other, and each layer's call is aligned at the moment when its gradient arrives, so that none is kept. Gradients of weights
+are not computed, but for the first layers, to which the backward pass must reach.
 """
 
 from collections.abc import Callable, Mapping
