@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from inloop.alignment.batch_size import AnyCall
+from inloop.alignment.reduced import ReducedCall
+from inloop.alignment.spare import Spare
 from inloop.errors import OverwrittenTensorError
 
 
@@ -17,14 +19,16 @@ class EarlyAlignment:
 
     Args:
         calls: The tape's own list: what is aligned leaves it.
+        spare: Where its memory goes.
 
     Attributes:
         sums: Contributions [N] of the calls that were aligned, by micro-batch.
     """
 
-    def __init__(self, calls: list[AnyCall]) -> None:
+    def __init__(self, calls: list[AnyCall], spare: Spare) -> None:
         self.sums: dict[int, Tensor] = {}
         self._calls = calls
+        self._spare = spare
         self._gradients: dict[str, Tensor] = {}
         self._aligned_with: dict[str, tuple[int, int]] = {}
         self._users: dict[str, list[AnyCall]] = {}  # by parameter
@@ -52,6 +56,8 @@ class EarlyAlignment:
             return  # comes up again when the rest of the tape is aligned, outside of the user's backward pass
         self.sums[call.batch] = self.sums[call.batch] + part if call.batch in self.sums else part
         self._calls.remove(call)
+        if isinstance(call, ReducedCall):
+            call.give_back(self._spare)
         for name, canonical in call.parameter_names.items():
             self._aligned_with[canonical] = _identity(local[name])
             self._users[canonical].remove(call)

@@ -11,11 +11,15 @@ import torch
 from torch import Tensor
 
 
-def hook_gradient(output: Tensor, write: Callable[[Tensor], None]) -> None:
+def hook_gradient(output: Tensor, write: Callable[[Tensor], object]) -> None:
     """Call ``write`` with the gradient of ``output`` as it is now. A view must be the only one of its base that is used."""
     base = output._base
     if base is None:
-        output.register_hook(write)  # type: ignore[no-untyped-call]
+
+        def write_all(dout: Tensor) -> None:
+            write(dout)
+
+        output.register_hook(write_all)  # type: ignore[no-untyped-call]
         return
     size, stride, offset = output.size(), output.stride(), output.storage_offset()
     base_size, base_stride, base_offset = base.size(), base.stride(), base.storage_offset()

@@ -9,8 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from inloop.alignment.call import LayerCall
+from inloop.alignment.spare import Spare
 
 Form = Callable[[LayerCall], Tensor]
+Write = Callable[[LayerCall, Tensor], None]  # the second is where to
+Wanted = tuple[bool, bool, bool]  # of the gradients of x, weight and bias
+Backward = Callable[[nn.Module, Tensor, Tensor, Tensor, Wanted], tuple[Tensor | None, Tensor | None, Tensor | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,16 +24,24 @@ class PerExample:
     Attributes:
         positions: A view of dout with the positions that share the bias on one axis, [N, positions, *shape of the bias].
         when: Whether it holds for this call.
+        backward: ``(layer, x, weight, dout, wanted)``, the layer's own backward pass, to be fused with this; None if it is not worth it.
+        most_if_fused: Times the memory of x and dout up to which gradients are kept, if they cost no time.
         shares_dout: Whether another call is likely to hold the same dout, so that letting go of it frees nothing.
     """
 
-    weight: Form
+    weight: Write
     positions: Form
     when: Callable[[LayerCall], bool] = lambda call: True
     shares_dout: Callable[[LayerCall], bool] = lambda call: False
+    backward: Backward | None = None
+    most_if_fused: float = 0.75
 
-    def gradient(self, parameter: str, call: LayerCall) -> Tensor:
-        return self.weight(call) if parameter == "weight" else self.positions(call).sum(dim=1)
+    def gradient(self, parameter: str, call: LayerCall, spare: Spare) -> Tensor:
+        if parameter == "bias":
+            return self.positions(call).sum(dim=1)
+        gradient = spare.take(torch.Size((len(call.dout), *cast(Tensor, call.layer.weight).shape)), call.dout)
+        self.weight(call, gradient)
+        return gradient
 
     def bias_magnitude(self, call: LayerCall) -> Tensor:
         """About the bias gradient with magnitudes added up instead of values, from every 16th position if there are many.
@@ -45,15 +57,13 @@ def _space_last(call: LayerCall) -> Tensor:
     return call.dout.flatten(2).transpose(1, 2)
 
 
-def _convolution_weight(call: LayerCall) -> Tensor:
+def _convolution_weight(call: LayerCall, gradients: Tensor) -> None:
     """On a CPU a few examples at a time, which is faster: eight if the weight is small, else one."""
     layer, x, dout = cast(nn.Conv2d, call.layer), cast(Tensor, call.args[0]), call.dout
     some = len(x) if x.device.type != "cpu" else 8 if layer.weight.numel() < 1 << 16 else 1
-    gradients = x.new_empty(len(x), *layer.weight.shape)
     for start in range(0, len(x), some):
         part = slice(start, start + some)
         gradients[part] = _grouped_convolution_weight(layer, x[part], dout[part])
-    return gradients
 
 
 def _grouped_convolution_weight(layer: nn.Conv2d, x: Tensor, dout: Tensor) -> Tensor:
@@ -77,6 +87,15 @@ def _grouped_convolution_weight(layer: nn.Conv2d, x: Tensor, dout: Tensor) -> Te
     return cast(Tensor, gradient).view(n, *weight.shape)
 
 
+def _convolution_backward(
+    layer: nn.Module, x: Tensor, weight: Tensor, dout: Tensor, wanted: Wanted
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    conv = cast(nn.Conv2d, layer)
+    geometry = (conv.stride, conv.padding, conv.dilation, False, [0] * len(conv.kernel_size), conv.groups)
+    gradients = torch.ops.aten.convolution_backward(dout, x, weight, [len(weight)], *geometry, list(wanted))
+    return cast(tuple[Tensor | None, Tensor | None, Tensor | None], gradients)
+
+
 def _plain_padding(call: LayerCall) -> bool:
     layer = cast(nn.Conv2d, call.layer)
     return layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
@@ -87,9 +106,9 @@ def _is_pointwise(call: LayerCall) -> bool:
     return set(cast(nn.Conv2d, call.layer).kernel_size) == {1}
 
 
-def _group_norm_weight(call: LayerCall) -> Tensor:
+def _group_norm_weight(call: LayerCall, gradients: Tensor) -> None:
     layer, (x,) = cast(nn.GroupNorm, call.layer), call.args
-    return (call.dout * F.group_norm(x, layer.num_groups, eps=layer.eps)).flatten(2).sum(dim=2)
+    torch.sum((call.dout * F.group_norm(x, layer.num_groups, eps=layer.eps)).flatten(2), dim=2, out=gradients)
 
 
 def _features_last(call: LayerCall) -> Tensor:
@@ -101,20 +120,30 @@ def _as_features(call: LayerCall, values: Tensor) -> Tensor:
     return values.reshape(len(values), -1, *cast(nn.LayerNorm, call.layer).normalized_shape)
 
 
-def _layer_norm_weight(call: LayerCall) -> Tensor:
+def _layer_norm_weight(call: LayerCall, gradients: Tensor) -> None:
     layer, (x,) = cast(nn.LayerNorm, call.layer), call.args
-    return _as_features(call, call.dout * F.layer_norm(x, layer.normalized_shape, eps=layer.eps)).sum(dim=1)
+    normalized = F.layer_norm(x, layer.normalized_shape, eps=layer.eps)
+    torch.sum(_as_features(call, call.dout * normalized), dim=1, out=gradients)
 
 
-def _rms_norm_weight(call: LayerCall) -> Tensor:
+def _rms_norm_weight(call: LayerCall, gradients: Tensor) -> None:
     layer, (x,) = cast(nn.RMSNorm, call.layer), call.args
-    return _as_features(call, call.dout * F.rms_norm(x, list(layer.normalized_shape), eps=layer.eps)).sum(dim=1)
+    normalized = F.rms_norm(x, list(layer.normalized_shape), eps=layer.eps)
+    torch.sum(_as_features(call, call.dout * normalized), dim=1, out=gradients)
 
 
-def _linear_weight(call: LayerCall) -> Tensor:
+def _linear_weight(call: LayerCall, gradients: Tensor) -> None:
     """``sum_t dout_t x_tᵀ``, [N, O, D]."""
     (x,) = call.args
-    return cast(Tensor, call.dout.flatten(1, -2).transpose(1, 2) @ x.flatten(1, -2))
+    torch.bmm(call.dout.flatten(1, -2).transpose(1, 2), x.flatten(1, -2), out=gradients)
+
+
+def _linear_backward(
+    layer: nn.Module, x: Tensor, weight: Tensor, dout: Tensor, wanted: Wanted
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    rows = dout.flatten(0, -2)
+    dx = dout @ weight if wanted[0] else None
+    return dx, rows.t() @ x.flatten(0, -2) if wanted[1] else None, rows.sum(dim=0) if wanted[2] else None
 
 
 def _rows(call: LayerCall) -> Tensor:
@@ -125,8 +154,8 @@ def _has_positions(call: LayerCall) -> bool:
     return call.dout.dim() > 2
 
 
-CONVOLUTION = PerExample(_convolution_weight, _space_last, _plain_padding, _is_pointwise)
+CONVOLUTION = PerExample(_convolution_weight, _space_last, _plain_padding, _is_pointwise, _convolution_backward)
 GROUP_NORM = PerExample(_group_norm_weight, _space_last, _has_positions)
 LAYER_NORM = PerExample(_layer_norm_weight, _features_last)
 RMS_NORM = PerExample(_rms_norm_weight, _features_last)
-LINEAR = PerExample(_linear_weight, _rows, _has_positions)
+LINEAR = PerExample(_linear_weight, _rows, _has_positions, backward=_linear_backward, most_if_fused=1.25)

@@ -19,7 +19,10 @@ from torch.utils.hooks import RemovableHandle
 from inloop.alignment.black_box import BLACK_BOX, BlackBoxState, fingerprint, random_state
 from inloop.alignment.call import Autocast, LayerCall, detached, tensors_in, versions_of
 from inloop.alignment.early import EarlyAlignment
+from inloop.alignment.fused import can_fuse, fuse
+from inloop.alignment.output_hook import hook_gradient
 from inloop.alignment.plan import Plan, Site
+from inloop.alignment.spare import Spare
 from inloop.alignment.tape import Reduction, Retention, Tape
 from inloop.alignment.twin import make_twin, reparametrizing_hooks
 from inloop.errors import UnsupportedLayerError
@@ -38,6 +41,7 @@ class Recorder:
         self.tape: Tape | None = None
         self.early: EarlyAlignment | None = None
         self.plan = plan
+        self._spare = Spare()
         handles: list[RemovableHandle] = []
         # A recorder that is simply forgotten takes its hooks along: they know it only weakly.
         self.remove_hooks = weakref.finalize(self, _remove_all, handles)
@@ -59,7 +63,7 @@ class Recorder:
     def start(self, reduction: Reduction, expect_one_pass: bool = False) -> Tape:
         """Let a new tape record from here on."""
         self.stop()
-        self.tape = Tape(self.plan, reduction, self.retain, expect_one_pass)
+        self.tape = Tape(self.plan, reduction, self.retain, expect_one_pass, self._spare)
         return self.tape
 
     def stop(self) -> None:
@@ -67,6 +71,7 @@ class Recorder:
         if self.tape is not None:
             self.tape.close()
         self.tape = None
+        self._spare.clear()
 
     def remove(self) -> None:
         self.stop()
@@ -174,8 +179,7 @@ class _AfterForward(_Hook):
             return None
         self._refuse_unbatched(module, (args, kwargs))
         if state is None:
-            self._wait(tape, module, (args, kwargs), outputs, trainable, None)
-            return None
+            return self._wait(tape, module, (args, kwargs), outputs, trainable, None)
         if versions_of((args, kwargs)) != state.versions:
             raise UnsupportedLayerError(
                 f"'{site.name}' ({type(module).__name__}) changes its input in place, so it cannot be run again. Fix: work on a "
@@ -194,7 +198,8 @@ class _AfterForward(_Hook):
         outputs: list[Tensor],
         trainable: dict[str, str],
         state: BlackBoxState | None,
-    ) -> None:
+    ) -> Tensor | None:
+        """Record the call when gradients arrive; returns what takes the place of the output, if anything."""
         recorder = self.recorder()
         assert recorder is not None
         args, kwargs = detached(inputs, recorder.copy_inputs)
@@ -214,9 +219,12 @@ class _AfterForward(_Hook):
             versions=versions_of((args, kwargs)),
             fingerprints=tuple(fingerprint(out) for out in outputs) if state else (),
         )
+        if tape.fuses and can_fuse(call, module, inputs[0], outputs):
+            return fuse(call, module, inputs[0][0], outputs[0], tape.wait_for_gradient(call, form_gradients=True))
         for index, out in enumerate(outputs):
             if out.requires_grad:
-                tape.wait_for_gradient(call, out, index, _batch_axis(module, index))
+                hook_gradient(out, tape.wait_for_gradient(call, index, _batch_axis(module, index)))
+        return None
 
     def _refuse_unbatched(self, module: nn.Module, inputs: Any) -> None:
         tensors = tensors_in(inputs)

@@ -15,11 +15,12 @@ from torch.utils._pytree import tree_map_only
 
 from inloop.alignment.call import LayerCall
 from inloop.alignment.half import Half, Halves
+from inloop.alignment.spare import Spare
 
 if TYPE_CHECKING:
     from inloop.alignment.rules import Rule
 
-LEAST_GAIN = 0.75  # share of the memory of x and dout up to which gradients are worth the time to form them
+MOST = 0.75  # times the memory of x and dout up to which gradients are worth the time to form them
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,12 +95,17 @@ class ReducedCall:
     def _with(self, tensors: tuple[Mapping[str, Tensor], Mapping[str, Tensor]]) -> "ReducedCall":
         return replace(self, gradients=tensors[0], magnitudes=tensors[1])
 
+    def give_back(self, spare: Spare) -> None:
+        """Nobody reads the gradients any more."""
+        for gradient in self.gradients.values():
+            spare.give(gradient)
+
     def with_magnitudes(self) -> "ReducedCall":
         return replace(self, absolute=True)
 
 
-def reduced(call: LayerCall) -> LayerCall | ReducedCall:
-    """The call, or its examples' gradients if its rule can form them and they are clearly smaller."""
+def is_worthwhile(call: LayerCall, fused: bool) -> bool:
+    """Whether the rule can form the examples' gradients, and they take little enough memory; ``fused``: without extra time."""
     form = call.rule.per_example
     if (
         form is None
@@ -109,13 +115,20 @@ def reduced(call: LayerCall) -> LayerCall | ReducedCall:
         or call.autocast.enabled
         or call.dout.dtype not in _PRECISE
     ):
-        return call
+        return False
     size = sum(p.numel() for name, p in call.layer.named_parameters() if name in call.parameter_names)
     freed = call.args[0].numel() + (0 if form.shares_dout(call) else call.dout.numel())
-    if len(call.dout) * size > LEAST_GAIN * freed or not form.when(call):
+    most = form.most_if_fused if fused else MOST
+    return len(call.dout) * size <= most * freed and form.when(call)
+
+
+def reduced(call: LayerCall, spare: Spare, fused: bool = False) -> LayerCall | ReducedCall:
+    """The call, or its examples' gradients if that is worthwhile."""
+    form = call.rule.per_example
+    if form is None or not is_worthwhile(call, fused):
         return call
     with torch.no_grad():
-        gradients = {name: form.gradient(name, call) for name in call.parameter_names}
+        gradients = {name: form.gradient(name, call, spare) for name in call.parameter_names}
         magnitudes = {"bias": form.bias_magnitude(call)} if "bias" in gradients else {}
     return ReducedCall(
         replace(call, args=(), dout=call.dout.new_empty(0), versions=()), gradients, magnitudes, call.num_positions

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
 
-from inloop.alignment.batch_size import batch_sizes
+from inloop.alignment.batch_size import AnyCall, batch_sizes
 from inloop.alignment.black_box import checked, randomness_of
 from inloop.alignment.call import LayerCall, tensors_in
 from inloop.alignment.plan import Plan, Site
@@ -126,6 +126,8 @@ def _replay(plan: Plan, call: LayerCall, visit: Callable[[LayerCall], None]) -> 
 class _VisitedTape(Tape):
     """Shows each call to a visitor when it would be written, and keeps none."""
 
+    fuses = False  # the gradients of parameters are not formed at all
+
     def __init__(self, plan: Plan, visit: Callable[[LayerCall], None]) -> None:
         super().__init__(plan, "sum", expect_one_pass=True)
         self.first_parameters: list[Tensor] = []
@@ -135,7 +137,8 @@ class _VisitedTape(Tape):
     def is_first(self, layer: nn.Module) -> None:
         self.first_parameters.extend(p for p in layer.parameters() if p.requires_grad)
 
-    def write(self, call: LayerCall) -> None:
+    def write(self, call: AnyCall) -> None:
+        assert isinstance(call, LayerCall)
         if call.rule.replays:
             self.black_boxes.append(call)
         else:

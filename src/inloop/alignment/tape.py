@@ -8,7 +8,7 @@ N is the number of examples of the whole step, over all its micro-batches.
 
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import torch
@@ -20,9 +20,9 @@ from inloop.alignment.call import LayerCall
 from inloop.alignment.direction import resolve_direction
 from inloop.alignment.early import EarlyAlignment
 from inloop.alignment.half import Halves
-from inloop.alignment.output_hook import hook_gradient
 from inloop.alignment.plan import Plan
-from inloop.alignment.reduced import reduced
+from inloop.alignment.reduced import ReducedCall, reduced
+from inloop.alignment.spare import Spare
 from inloop.alignment.verification import verify_calls
 from inloop.errors import UsageError
 
@@ -61,10 +61,21 @@ class Tape:
         retain: How to keep their tensors.
         expect_one_pass: Let go of a layer's input once its output's gradient has been there; another backward pass through the
             same graph is then missed.
+        spare: Where the memory of what it keeps comes from and goes to.
+
+    Attributes:
+        fuses: Whether layers may form their examples' gradients in their own backward pass.
     """
 
+    fuses = True
+
     def __init__(
-        self, plan: Plan, reduction: Reduction, retain: Retention = "exact", expect_one_pass: bool = False
+        self,
+        plan: Plan,
+        reduction: Reduction,
+        retain: Retention = "exact",
+        expect_one_pass: bool = False,
+        spare: Spare | None = None,
     ) -> None:
         check_reduction(reduction)
         check_retention(retain)
@@ -79,6 +90,7 @@ class Tape:
         self._num_settled = 0
         self._owns_parameters = False
         self._one_pass = expect_one_pass
+        self._spare = spare or Spare()
         self._is_open = True
         self._sizes: dict[int, int] | None = None
         self._halves = Halves() if retain == "half" else None
@@ -94,27 +106,36 @@ class Tape:
     def is_first(self, layer: nn.Module) -> None:
         """No other recorded layer comes before this one."""
 
-    def wait_for_gradient(self, call: LayerCall, output: Tensor, output_index: int, batch_axis: int) -> None:
-        """Write ``call`` when the gradient of ``output`` arrives; forget it when the tape is closed."""
+    def wait_for_gradient(
+        self, call: LayerCall, output_index: int = 0, batch_axis: int = 0, form_gradients: bool = False
+    ) -> Callable[[Tensor], AnyCall | None]:
+        """What writes ``call`` when it is given the gradient of its output; it does nothing once the tape is closed.
+
+        Args:
+            form_gradients: Write the examples' gradients at once, also if they are a little larger than x and dout.
+        """
         waiting = _Waiting(call)
         self._waiting.append(waiting)
         tape = weakref.ref(self)
 
-        def write(dout: Tensor) -> None:
+        def write(dout: Tensor) -> AnyCall | None:
             open_tape = tape()
             if open_tape is None:
-                return
-            if waiting.call is not None:
-                open_tape.write(waiting.call.with_gradient(dout.detach(), output_index, batch_axis))
-                waiting.written = True
-                if open_tape._one_pass:
-                    waiting.call = None  # its input may be kept in a smaller form now, or not at all
-            elif waiting.written and open_tape._is_open:
-                open_tape.missed_a_pass = True
+                return None
+            if waiting.call is None:
+                open_tape.missed_a_pass |= waiting.written and open_tape._is_open
+                return None
+            complete = waiting.call.with_gradient(dout.detach(), output_index, batch_axis)
+            written = reduced(complete, open_tape._spare, fused=True) if form_gradients else complete
+            open_tape.write(written)
+            waiting.written = True
+            if open_tape._one_pass:
+                waiting.call = None  # its input may be kept in a smaller form now, or not at all
+            return written
 
-        hook_gradient(output, write)
+        return write
 
-    def write(self, call: LayerCall) -> None:
+    def write(self, call: AnyCall) -> None:
         """A call is complete: the gradient of its output has arrived."""
         self.calls.append(call)
 
@@ -125,8 +146,12 @@ class Tape:
         """
         for index in range(self._num_settled, len(self.calls)):
             call = self.calls[index]
-            kept = reduced(call) if isinstance(call, LayerCall) else call
-            self.calls[index] = kept if self._halves is None else kept.in_half(self._halves)
+            kept = reduced(call, self._spare) if isinstance(call, LayerCall) else call
+            if self._halves is not None:
+                whole, kept = kept, kept.in_half(self._halves)
+                if isinstance(whole, ReducedCall):
+                    whole.give_back(self._spare)
+            self.calls[index] = kept
         self._num_settled = len(self.calls)
 
     def own_parameters(self) -> None:
@@ -176,7 +201,7 @@ class Tape:
     def align_early(self) -> EarlyAlignment:
         """Begin to align with the gradients of the next backward pass as they arrive, for one later ``align`` with them all."""
         self._sizes = batch_sizes(self.calls)
-        self.early = EarlyAlignment(self.calls)
+        self.early = EarlyAlignment(self.calls, self._spare)
         return self.early
 
     def align(self, direction: Direction) -> Tensor:

@@ -1,0 +1,147 @@
+"""A layer whose backward pass forms the examples' gradients trains as before, whatever is done with its output or graph."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+
+import inloop
+from inloop.alignment.reduced import ReducedCall
+from inloop.alignment.spare import Spare
+from tests.alignment.exactness import assert_exact
+
+LAYERS = {
+    "conv2d": (nn.Conv2d(3, 4, 3, stride=2, dilation=2, padding=(2, 1)), (5, 3, 11, 12)),
+    "groups": (nn.Conv2d(4, 6, 3, groups=2, bias=False), (5, 4, 9, 8)),
+    "conv1d": (nn.Conv1d(3, 4, 5, padding=2), (5, 3, 30)),
+    "conv3d": (nn.Conv3d(2, 3, 2), (5, 2, 6, 5, 4)),
+    "linear": (nn.Linear(3, 4), (5, 20, 3)),
+    "linear on two axes": (nn.Linear(3, 4, bias=False), (5, 4, 6, 3)),
+}
+
+
+def doubled(case):
+    layer, shape = LAYERS[case]
+    torch.manual_seed(0)
+    return copy.deepcopy(layer).double(), torch.randn(shape, dtype=torch.float64)
+
+
+def is_fused(output):
+    return type(output.grad_fn).__name__ == "_FusedBackward"
+
+
+@pytest.mark.parametrize("case", LAYERS)
+def test_training_is_the_same(case):
+    """Output, gradients of x and of the parameters."""
+    layer, x = doubled(case)
+    plain_x, recorded_x = x.clone().requires_grad_(), x.clone().requires_grad_()
+    out = layer(plain_x)
+    out.square().sum().backward()
+    expected = [p.grad for p in layer.parameters()]
+    layer.zero_grad()
+    with inloop.capture(layer, reduction="sum", verify=True) as tape:
+        recorded = layer(recorded_x)
+        assert is_fused(recorded)
+        recorded.square().sum().backward()
+    assert torch.equal(recorded, out)
+    torch.testing.assert_close(recorded_x.grad, plain_x.grad, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close([p.grad for p in layer.parameters()], expected, rtol=1e-12, atol=1e-12)
+    assert [type(call) for call in tape.calls] == [ReducedCall]
+    assert_exact(layer, x)
+
+
+@pytest.mark.parametrize("case", LAYERS)
+def test_it_can_be_differentiated_twice(case):
+    layer, x = doubled(case)
+
+    def penalty():
+        gradients = torch.autograd.grad(layer(x).pow(3).sum(), list(layer.parameters()), create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in gradients), list(layer.parameters()))
+
+    expected = penalty()
+    with inloop.capture(layer, reduction="sum"):
+        assert is_fused(layer(x))
+        torch.testing.assert_close(penalty(), expected)
+
+
+@pytest.mark.parametrize("case", ["conv2d", "linear"])
+def test_activations_in_place(case):
+    layer, x = doubled(case)
+    layer(x).relu_().square().sum().backward()
+    expected = [p.grad for p in layer.parameters()]
+    layer.zero_grad()
+    with inloop.capture(layer, reduction="sum", verify=True):
+        layer(x).relu_().square().sum().backward()
+    torch.testing.assert_close([p.grad for p in layer.parameters()], expected)
+
+
+@pytest.mark.parametrize("case", ["conv2d", "linear"])
+def test_frozen_parameters_stay_without_gradient(case):
+    layer, x = doubled(case)
+    layer.weight.requires_grad_(False)
+    with inloop.capture(layer, reduction="sum", verify=True) as tape:
+        layer(x).sum().backward()
+    assert layer.weight.grad is None
+    assert set(tape.calls[0].parameter_names) == {"bias"}
+
+
+def test_a_graph_may_outlive_its_tape():
+    """Passes after the end are as without recording."""
+    layer, x = doubled("conv2d")
+    with inloop.capture(layer, reduction="sum") as tape:
+        out = layer(x)
+        out.sum().backward(retain_graph=True)
+    first = layer.weight.grad.clone()
+    layer.zero_grad()
+    out.sum().backward()
+    torch.testing.assert_close(layer.weight.grad, first)
+    assert len(tape.calls) == 1
+
+
+def test_a_hook_on_the_output_is_seen():
+    """What a user's hook makes of the gradient is what the examples' gradients are formed from."""
+    layer, x = doubled("linear")
+    with inloop.capture(layer, reduction="sum", verify=True) as tape:
+        out = layer(x)
+        out.register_hook(lambda gradient: 3 * gradient)
+        out.sum().backward()
+    torch.testing.assert_close(tape.align({n: p.grad for n, p in layer.named_parameters()}).sum(), _square(layer))
+
+
+def _square(layer):
+    return sum(p.grad.square().sum() for p in layer.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # forward_ad itself
+def test_other_kinds_of_differentiation_are_left_alone():
+    layer, x = doubled("linear")
+    with inloop.capture(layer, reduction="sum"):
+        jacobian = torch.func.vmap(lambda row: layer(row.unsqueeze(0)))(x)
+        with forward_ad.dual_level():
+            dual = layer(forward_ad.make_dual(x, x))
+            tangent = forward_ad.unpack_dual(dual).tangent
+        layer(x).sum().backward()
+    torch.testing.assert_close(jacobian.squeeze(1), layer(x))
+    torch.testing.assert_close(tangent, x @ layer.weight.T)
+
+
+def test_two_calls_of_a_layer():
+    layer = nn.Linear(4, 4).double()
+    model = nn.Sequential(layer, nn.Tanh(), layer)
+    assert_exact(model, torch.randn(5, 20, 4, dtype=torch.float64))
+
+
+def test_memory_is_used_again_but_never_while_it_is_read():
+    spare, like = Spare(), torch.empty(0)
+    large = torch.ones(1 << 19)
+    spare.give(large)
+    spare.give(torch.ones(4))  # too small to be worth it
+    spare.give(torch.ones(1 << 20)[: 1 << 19])  # a part of something else
+    assert spare.take(torch.Size([4]), like).shape == (4,)
+    assert spare.take(large.shape, like).data_ptr() == large.data_ptr()
+    assert spare.take(large.shape, like).data_ptr() != large.data_ptr()
+    spare.give(large)
+    spare.clear()
+    assert spare.take(large.shape, like).data_ptr() != large.data_ptr()
