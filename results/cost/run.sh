@@ -7,12 +7,13 @@ ours=gar,gar-interleaved,gar-half,gar-recompute
 bench() { inloop bench --out results/cost/bench.json "$@"; }
 bench --models mlp --repeats 10
 bench --models wrn-16-4 --modes $ours,metagradient,jvp --repeats 10
-bench --models gpt-6,vit-tiny --modes $ours,metagradient,vmap,jvp,opacus,backpack --repeats 6
+bench --models gpt-6,vit-tiny --modes $ours,vmap,opacus,jvp,backpack,metagradient --repeats 8
 bench --models wrn-28-10 --modes $ours,jvp --repeats 4
-bench --models wrn-16-4-gn --repeats 4
-bench --models wrn-16-4,vit-tiny,gpt-6 --modes metagradient-unrolled,higher,torchopt --repeats 4
+bench --models wrn-16-4-gn --modes $ours,vmap,opacus,jvp,backpack,metagradient --repeats 4
 bench --models wrn-28-10 --modes metagradient --repeats 2
+bench --models wrn-28-10-gn --modes gar,gar-recompute,vmap,opacus,jvp --repeats 2
+bench --models wrn-16-4,vit-tiny,gpt-6 --modes metagradient-unrolled,higher,torchopt --repeats 2
 bench --models mlp --modes gar --figure results/cost/bench.svg >/dev/null
-python -m benchmarks.scaling --repeats 6
+python -m benchmarks.scaling --repeats 4
 python -m benchmarks.half_error
 python results/cost/table.py

@@ -14,6 +14,7 @@ from inloop.lab.figures import as_svg
 from inloop.lab.run_folder import write_atomically
 
 _OURS, _OTHERS = "#0b6e99", "#b0b0b0"
+_WIDE = 20  # a ratio above which a linear axis hides all others
 
 
 def describe(row: dict[str, Any]) -> str:
@@ -72,8 +73,14 @@ def bench_figure(rows: Sequence[dict[str, Any]]) -> Figure:
         labels = [row["mode"] for row in of_model]
         colours = [_OURS if label.startswith("gar") else _OTHERS for label in labels]
         for axis, quantity in zip(line, ("time_ratio", "memory_ratio"), strict=True):
-            bars = axis.barh(labels, [row[quantity] for row in of_model], color=colours)
+            ratios = [row[quantity] for row in of_model]
+            bars = axis.barh(labels, ratios, color=colours)
             axis.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
+            if max(ratios) > _WIDE:
+                axis.set_xscale("log")
+                axis.set_xlim(0.5, 4 * max(ratios))
+            else:
+                axis.set_xlim(0, 1.15 * max(ratios))
             axis.axvline(1, color="black", linewidth=0.6, linestyle=":")
             axis.invert_yaxis()
             axis.set_title(f"{model}, batch {of_model[0]['batch']}: {quantity.partition('_')[0]}", fontsize=9)
