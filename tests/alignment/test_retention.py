@@ -174,12 +174,12 @@ def test_recomputing_checks_that_every_layer_sees_the_examples():
             super().__init__()
             self.table, self.head = nn.Embedding(6, 3), nn.Linear(3, 2)
 
-        def forward(self, x):
-            return self.head(x + self.table(torch.arange(6)).mean(dim=0))
+        def forward(self, x, ids):
+            return self.head(x + self.table(ids).mean(dim=0))
 
     model = Shared()
     with inloop.capture(model, retain="recompute") as tape:
-        model(torch.randn(4, 3)).square().mean().backward()
+        model(torch.randn(4, 3), torch.arange(6)).square().mean().backward()
     with pytest.raises(BatchSizeError, match="'table' saw 6 rows"):
         tape.align({name: parameter.grad for name, parameter in model.named_parameters()})
 

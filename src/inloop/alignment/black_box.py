@@ -56,6 +56,27 @@ def align_black_box(call: LayerCall, direction: Mapping[str, Tensor]) -> Tensor:
         return contributions if contributions is not None else _one_backward_per_example(call, out, inputs, directions)
 
 
+def per_example_gradients(call: LayerCall) -> dict[str, Tensor]:
+    """``∂l_i/∂θ`` of every example through this call, [N, *shape], by one backward pass for each."""
+    with _as_in_step_t(call), torch.enable_grad():
+        parameters = {
+            name: value.detach().requires_grad_() for name, value in call.layer.named_parameters(remove_duplicate=False)
+        }
+        out = checked(call, tensors_in(call.run(parameters)))[call.output_index]
+        names = list(call.parameter_names)
+        rows = [_gradients_of(call, out, [parameters[name] for name in names], i) for i in range(call.num_examples)]
+        return {name: torch.stack([row[k] for row in rows]) for k, name in enumerate(names)}
+
+
+def _gradients_of(call: LayerCall, out: Tensor, inputs: list[Tensor], example: int) -> list[Tensor]:
+    """Of one example, dense."""
+    alone_N = torch.zeros(call.num_examples, dtype=call.dout.dtype, device=call.device)
+    alone_N[example] = 1
+    gradients = torch.autograd.grad(out, inputs, call.weighted(alone_N), retain_graph=True, allow_unused=True)
+    pairs = zip(gradients, inputs, strict=True)
+    return [torch.zeros_like(p) if g is None else g.to_dense() if g.is_sparse else g for g, p in pairs]
+
+
 def fingerprint(out: Tensor) -> Tensor:
     """Two numbers a row that tell one output from another: the sum and the sum of magnitudes, [2, rows]."""
     values = out.detach() if out.is_floating_point() else out.detach().double()
@@ -87,8 +108,9 @@ def _derivative_by_example_weight(
     call: LayerCall, out: Tensor, inputs: list[Tensor], directions: list[Tensor]
 ) -> Tensor | None:
     weights_N = torch.ones(call.num_examples, dtype=call.dout.dtype, device=call.dout.device, requires_grad=True)
-    weighted = (call.dout.movedim(call.batch_axis, -1) * weights_N).movedim(-1, call.batch_axis)
-    gradients = torch.autograd.grad(out, inputs, weighted, create_graph=True, retain_graph=True, allow_unused=True)
+    gradients = torch.autograd.grad(
+        out, inputs, call.weighted(weights_N), create_graph=True, retain_graph=True, allow_unused=True
+    )
     alignment = _dot(gradients, directions)
     if not alignment.requires_grad:
         return None
@@ -100,13 +122,9 @@ def _derivative_by_example_weight(
 
 
 def _one_backward_per_example(call: LayerCall, out: Tensor, inputs: list[Tensor], directions: list[Tensor]) -> Tensor:
-    contributions = []
-    for example in range(call.num_examples):
-        alone = torch.zeros_like(call.dout)
-        alone.select(call.batch_axis, example).copy_(call.dout.select(call.batch_axis, example))
-        contributions.append(
-            _dot(torch.autograd.grad(out, inputs, alone, retain_graph=True, allow_unused=True), directions)
-        )
+    contributions = [
+        _dot(tuple(_gradients_of(call, out, inputs, example)), directions) for example in range(call.num_examples)
+    ]
     return torch.stack(contributions).detach() if contributions else call.dout.new_zeros(0)
 
 

@@ -53,6 +53,7 @@ class LayerCall:
         output_index: Which of the layer's output tensors ``dout`` belongs to.
         args, kwargs, dout: What the layer was called with, and the gradient of its output; in half precision if so wished.
         batch_axis: The axis of ``dout`` that counts examples.
+        example_of_row: Of a packed sequence, whose rows are those of all examples one after the other; else None.
         fingerprints: Of each output of a black box, to see that a replay gives the same.
         absolute: Add up magnitudes instead of values: what rounding errors are relative to.
     """
@@ -68,6 +69,7 @@ class LayerCall:
     random_state: Mapping[str, Tensor] = field(default_factory=dict)
     output_index: int = 0
     batch_axis: int = 0
+    example_of_row: Tensor | None = None
     dout: Tensor = field(default_factory=lambda: torch.empty(0))
     versions: tuple[int, ...] = ()
     fingerprints: tuple[Tensor, ...] = ()
@@ -76,6 +78,7 @@ class LayerCall:
     def with_gradient(self, dout: Tensor, output_index: int, batch_axis: int) -> "LayerCall":
         return replace(
             self,
+            example_of_row=self.example_of_row if output_index == 0 else None,
             dout=dout,
             output_index=output_index,
             batch_axis=batch_axis,
@@ -125,7 +128,7 @@ class LayerCall:
     @property
     def num_positions(self) -> int:
         """Length of the axis after the examples', of outputs that have more than features."""
-        return self.dout.shape[1] if self.dout.dim() > 2 else 0
+        return self.dout.shape[1 - self.batch_axis] if self.dout.dim() > 2 else 0
 
     @property
     def has_examples(self) -> bool:
@@ -142,7 +145,14 @@ class LayerCall:
 
     @property
     def num_examples(self) -> int:
+        if self.example_of_row is not None:
+            return int(self.example_of_row.max()) + 1
         return self.dout.shape[self.batch_axis]
+
+    def weighted(self, weights_N: Tensor) -> Tensor:
+        """``dout`` with each example's part multiplied by its weight."""
+        weights = weights_N if self.example_of_row is None else weights_N[self.example_of_row]
+        return (self.dout.movedim(self.batch_axis, -1) * weights).movedim(-1, self.batch_axis)
 
     def align(self, direction: Mapping[str, Tensor | None]) -> Tensor:
         """``<dout_i, J_θ f(x; θ_t)[direction]_i>`` for every example i; missing entries of ``direction`` are zero."""
@@ -173,7 +183,7 @@ class LayerCall:
         """
         rows, leaves = len(self.dout), leaves_of((self.args, self.kwargs, self.dout))
         size = max(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor | Half))
-        if not self.rule.separable or size <= 2 * _PART_BYTES or self.dout.device.type != "cpu":
+        if not self.rule.separable or self.batch_axis or size <= 2 * _PART_BYTES or self.dout.device.type != "cpu":
             yield self
             return
         some = max(1, rows * _PART_BYTES // size)

@@ -20,7 +20,7 @@ def align_linear(call: LayerCall, direction: Mapping[str, Tensor]) -> Tensor:
     """``<dout_i, x_i gᵀ>`` or, for a layer that widens, ``<dout_i g, x_i>``, of which the product is smaller."""
     layer, dout = cast(nn.Linear, call.layer), call.dout
     precise = dout.dtype in (torch.float32, torch.float64) and not call.autocast.enabled
-    if layer.out_features <= layer.in_features or not precise or call.absolute:
+    if layer.out_features <= layer.in_features or not precise or call.absolute or call.batch_axis:
         return linear_in_parameters(call, direction)
     (x,) = (*call.args, *call.kwargs.values())
     contributions_N: Tensor = ((dout @ direction["weight"]) * x).flatten(1).sum(dim=1)

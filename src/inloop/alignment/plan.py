@@ -2,8 +2,8 @@
 
 A module that owns parameters and has a rule is recorded by itself. One that owns parameters and has no rule is a black
 box: it is recorded as one function, with everything below it (so parameters that it uses without calling their module,
-as MultiheadAttention does with its out_proj, are covered). Every trainable parameter of the model ends up at exactly
-the modules that own it, or is named in an error.
+as MultiheadAttention does with its out_proj, are covered). If that would be most of the model, or mixes examples, its own parameters
+are followed to the operations that use them instead (``trace.py``), and what is below it is recorded by itself.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
@@ -25,12 +25,25 @@ LayerFilter = Iterable[str] | Callable[[str, nn.Module], bool]
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A module to be recorded: its place, its rule, and its parameters (name in the module -> name in the model)."""
+    """A module to be recorded: its place, its rule, and its parameters (name in the module -> name in the model).
+
+    Attributes:
+        sequence_first: Whether its input and output are [positions, examples, ...], as torch's own modules say of themselves.
+    """
 
     name: str
     module: nn.Module
     rule: Rule
     parameter_names: Mapping[str, str]
+    sequence_first: bool = False
+
+    def batch_axis(self, output_index: int, output: Tensor) -> int:
+        """Axis of the examples in one of the outputs."""
+        if isinstance(self.module, nn.RNNBase) and output_index > 0:
+            return 1  # final states, [layers, N, features]
+        if isinstance(self.module, nn.MultiheadAttention) and output_index > 0:
+            return 0  # attention weights, [N, ...]
+        return int(self.sequence_first and output.dim() > 2)
 
     def trainable(self) -> dict[str, str]:
         """Those of its parameters that are not frozen at the moment."""
@@ -46,16 +59,23 @@ class Plan:
         aliases: Every name of every parameter -> its canonical name.
         shapes: Canonical name -> shape.
         partly_covered: Tied parameters of which a part of the uses is not recorded.
+        bare: Parameters that only the operations using them can account for, by canonical name.
     """
 
     sites: tuple[Site, ...]
     aliases: Mapping[str, str]
     shapes: Mapping[str, torch.Size]
     partly_covered: frozenset[str]
+    bare: Mapping[str, nn.Parameter]
 
     def trainable(self) -> set[str]:
         """Canonical names of all recorded parameters that are not frozen at the moment."""
-        return {name for site in self.sites for name in site.trainable().values()}
+        in_layers = {name for site in self.sites for name in site.trainable().values()}
+        return in_layers | {name for name, parameter in self.bare.items() if parameter.requires_grad}
+
+    def counted(self) -> set[str]:
+        """Canonical names of all recorded parameters."""
+        return {name for site in self.sites for name in site.parameter_names.values()} | set(self.bare)
 
 
 def _parameters_of(module: nn.Module, rule: Rule) -> dict[str, nn.Parameter]:
@@ -84,24 +104,29 @@ def make_plan(model: nn.Module, layers: LayerFilter | None = None, batchnorm_aff
     """
     names = canonical_names(model)
     wanted = _as_predicate(model, layers)
-    sites = []
+    sequence_first = {id(part) for module in model.modules() if _is_sequence_first(module) for part in module.modules()}
+    sites, bare = [], {}
     for name, module, rule in _owners(model):
         if not wanted(name, module) or (isinstance(module, _BatchNorm) and not batchnorm_affine):
             continue
         prefix = f"{name}." if name else ""
-        sites.append(Site(name, module, rule, {local: names[prefix + local] for local in _parameters_of(module, rule)}))
+        if rule is None:
+            bare.update({names[prefix + local]: value for local, value in _bare_parameters(module)})
+            continue
+        of_site = {local: names[prefix + local] for local in _parameters_of(module, rule)}
+        sites.append(Site(name, module, rule, of_site, id(module) in sequence_first))
     problems = [f"'{site.name}' ({type(site.module).__name__}): {why}" for site in sites if (why := _refusal(site))]
     if problems:
         raise UnsupportedLayerError(
             "These layers cannot be aligned exactly: " + "; ".join(problems) + ". "
             "Fix: change the layer as said, freeze its parameters, or leave it out with layers=."
         )
-    if not sites:
+    if not sites and not bare:
         raise UsageError(
             "No layer with parameters is recorded. Fix: choose at least one with layers=, or leave that out."
         )
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    return Plan(tuple(sites), names, shapes, _partly_covered(model, sites, names))
+    return Plan(tuple(sites), names, shapes, _partly_covered(model, sites, names) - set(bare), bare)
 
 
 def _partly_covered(model: nn.Module, sites: list[Site], names: Mapping[str, str]) -> frozenset[str]:
@@ -114,8 +139,9 @@ def _partly_covered(model: nn.Module, sites: list[Site], names: Mapping[str, str
     )
 
 
-def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, Rule]]:
-    """Walk the model from the top; below a black box there is nothing more to find."""
+def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, Rule | None]]:
+    """Walk the model from the top; below a black box there is nothing more to find. No rule: its own parameters are followed."""
+    half = _num_elements(model.parameters()) / 2
     seen: set[int] = set()
     waiting = [("", model)]
     while waiting:
@@ -123,15 +149,39 @@ def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, Rule]]:
         if id(module) in seen:
             continue
         seen.add(id(module))
-        if rule := rule_for(module) if _owns_parameters(module) else None:
+        called = type(module).forward is not nn.Module.forward  # else its parent answers for what it holds
+        if rule := rule_for(module) if called and _owns_parameters(module) else None:
             yield name, module, rule
-        elif _owns_parameters(module):
+        elif called and _owns_parameters(module) and not _is_followed(module, half):
             yield name, module, BLACK_BOX
         else:
+            if called and _owns_parameters(module):
+                yield name, module, None
             waiting.extend(
                 (f"{name}.{child_name}" if name else child_name, child)
                 for child_name, child in reversed(list(module.named_children()))
             )
+
+
+def _is_followed(module: nn.Module, half: float) -> bool:
+    """Whether to follow a module's own parameters: as one function it would be most of the model, or mix examples."""
+    if is_parametrized(module) or isinstance(module, nn.RNNBase | nn.MultiheadAttention):
+        return False
+    bare = {id(parameter) for _, parameter in _bare_parameters(module)}
+    rest = _num_elements(parameter for parameter in module.parameters() if id(parameter) not in bare)
+    return rest > half or (rest > 0 and any(isinstance(child, _BatchNorm) for child in module.modules()))
+
+
+def _num_elements(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(parameter.numel() for parameter in parameters if not is_lazy(parameter))
+
+
+def _bare_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters of a module that belong to no layer below it."""
+    yield from module.named_parameters(recurse=False)
+    for child_name, child in module.named_children():
+        if type(child).forward is nn.Module.forward:
+            yield from ((f"{child_name}.{name}", value) for name, value in _bare_parameters(child))
 
 
 def _owns_parameters(module: nn.Module) -> bool:
@@ -166,11 +216,20 @@ def _refusal(site: Site) -> str | None:
         return "its parameters are complex"
     if "forward" in module.__dict__:
         return "its forward was replaced on the instance, so the computation cannot be repeated with other weights"
-    if isinstance(module, (nn.RNNBase, nn.MultiheadAttention)) and not module.batch_first:
-        return "its examples are not on the first axis; build it with batch_first=True"
     if isinstance(module, nn.EmbeddingBag) and module.scale_grad_by_freq:
         return "scale_grad_by_freq=True is not supported in bags"
     return None
+
+
+def _is_sequence_first(module: nn.Module) -> bool:
+    """Whether torch's own sequence modules are built without batch_first."""
+    if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
+        return not module.batch_first
+    if isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
+        return _is_sequence_first(module.self_attn)
+    if isinstance(module, nn.TransformerEncoder | nn.TransformerDecoder):
+        return len(module.layers) > 0 and _is_sequence_first(module.layers[0])
+    return False
 
 
 def _as_predicate(model: nn.Module, layers: LayerFilter | None) -> Callable[[str, nn.Module], bool]:
@@ -180,7 +239,7 @@ def _as_predicate(model: nn.Module, layers: LayerFilter | None) -> Callable[[str
         return layers
     chosen = [layers] if isinstance(layers, str) else list(layers)
     known = dict(model.named_modules())
-    owners = [name for name, _, _ in _owners(model)]
+    owners = [name for name, _, rule in _owners(model) if rule is not None]
     for choice in chosen:
         if choice not in known:
             close = get_close_matches(choice, known, n=1)

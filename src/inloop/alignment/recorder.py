@@ -6,7 +6,6 @@ Nothing is written on the user's modules; hooks in a copy of the model do nothin
 """
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,11 +19,13 @@ from inloop.alignment.black_box import BLACK_BOX, BlackBoxState, fingerprint, ra
 from inloop.alignment.call import Autocast, LayerCall, detached, tensors_in, versions_of
 from inloop.alignment.early import EarlyAlignment
 from inloop.alignment.fused import can_fuse, fuse
+from inloop.alignment.hook import Hook
 from inloop.alignment.output_hook import hook_gradient
 from inloop.alignment.plan import Plan, Site
 from inloop.alignment.spare import Spare
 from inloop.alignment.tape import Reduction, Retention, Tape
 from inloop.alignment.twin import make_twin, reparametrizing_hooks
+from inloop.alignment.watch import Watch
 from inloop.errors import UnsupportedLayerError
 
 
@@ -42,6 +43,7 @@ class Recorder:
         self.early: EarlyAlignment | None = None
         self.plan = plan
         self._spare = Spare()
+        self._watch: Watch | None = None
         handles: list[RemovableHandle] = []
         # A recorder that is simply forgotten takes its hooks along: they know it only weakly.
         self.remove_hooks = weakref.finalize(self, _remove_all, handles)
@@ -60,6 +62,16 @@ class Recorder:
                 handle = parameter.register_post_accumulate_grad_hook(_AfterGradient(self, name))  # type: ignore[no-untyped-call]
                 handles.append(handle)
 
+        # Until a step has shown that there is no need for it.
+        recorder = weakref.ref(self)
+        self._watch = Watch(model, plan, lambda: None if (owner := recorder()) is None else owner.tape)
+        handles.extend(self._watch.handles)
+
+    @property
+    def follows_operations(self) -> bool:
+        """Whether operations are recorded at the moment, in place of the layer that is running."""
+        return self._watch is not None and self._watch.follows_operations
+
     def start(self, reduction: Reduction, expect_one_pass: bool = False) -> Tape:
         """Let a new tape record from here on."""
         self.stop()
@@ -70,6 +82,9 @@ class Recorder:
         """Record nothing more on the current tape, also of backward passes still to come."""
         if self.tape is not None:
             self.tape.close()
+            if self._watch is not None and self.tape.calls and not self._watch.found:
+                _remove_all(self._watch.handles)
+                self._watch = None
         self.tape = None
         self._spare.clear()
 
@@ -82,14 +97,6 @@ class Recorder:
 def _remove_all(handles: list[RemovableHandle]) -> None:
     for handle in handles:
         handle.remove()
-
-
-def _do_nothing(*_: object) -> None:
-    """What stands in for a hook in copies of the model."""
-
-
-def _hook_of_a_copy() -> object:
-    return _do_nothing
 
 
 class _AfterGradient:
@@ -110,25 +117,19 @@ class _AfterGradient:
             recorder.tape.settle()
 
 
-class _Hook:
-    """A hook of one recorder on one module. Copies of the module, by deepcopy or pickle, get one that does nothing."""
-
+class _LayerHook(Hook[Recorder]):
     def __init__(self, recorder: Recorder, site: Site) -> None:
-        self.recorder = weakref.ref(recorder)
+        super().__init__(recorder)
         self.site = site
 
-    def __deepcopy__(self, memo: object) -> object:
-        return _do_nothing
-
-    def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
-        return _hook_of_a_copy, ()
-
     def tape(self) -> Tape | None:
-        recorder = self.recorder()
-        return recorder.tape if recorder is not None and torch.is_grad_enabled() else None
+        recorder = self.owner()
+        if recorder is None or not torch.is_grad_enabled() or recorder.follows_operations:
+            return None
+        return recorder.tape
 
 
-class _BeforeForward(_Hook):
+class _BeforeForward(_LayerHook):
     """Keeps, for a black box, what its forward pass may change or consume: parameters, buffers, random state."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -158,7 +159,7 @@ class _BeforeForward(_Hook):
         )
 
 
-class _AfterForward(_Hook):
+class _AfterForward(_LayerHook):
     """Waits on the layer's output for its gradient."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -200,12 +201,12 @@ class _AfterForward(_Hook):
         state: BlackBoxState | None,
     ) -> Tensor | None:
         """Record the call when gradients arrive; returns what takes the place of the output, if anything."""
-        recorder = self.recorder()
+        recorder = self.owner()
         assert recorder is not None
         args, kwargs = detached(inputs, recorder.copy_inputs)
         rule = self.site.rule
         if not any(tensor.requires_grad for tensor in tensors_in(inputs)):
-            tape.is_first(module)
+            tape.is_first(module.parameters())
         call = LayerCall(
             name=self.site.name,
             layer=state.layer if state else make_twin(module, _parameters_to_keep(module, rule.keeps_parameters)),
@@ -218,12 +219,13 @@ class _AfterForward(_Hook):
             random_state=state.random_state if state and state.was_random() else {},
             versions=versions_of((args, kwargs)),
             fingerprints=tuple(fingerprint(out) for out in outputs) if state else (),
+            example_of_row=_example_of_row(inputs[0]),
         )
-        if tape.fuses and can_fuse(call, module, inputs[0], outputs):
+        if tape.fuses and can_fuse(call, module, inputs[0], outputs, self.site.batch_axis(0, outputs[0])):
             return fuse(call, module, inputs[0][0], outputs[0], tape.wait_for_gradient(call, form_gradients=True))
         for index, out in enumerate(outputs):
             if out.requires_grad:
-                hook_gradient(out, tape.wait_for_gradient(call, index, _batch_axis(module, index)))
+                hook_gradient(out, tape.wait_for_gradient(call, index, self.site.batch_axis(index, out)))
         return None
 
     def _refuse_unbatched(self, module: nn.Module, inputs: Any) -> None:
@@ -237,6 +239,8 @@ class _AfterForward(_Hook):
             2 if isinstance(module, (nn.RNNBase, nn.MultiheadAttention)) else 0
         )
         packed = any(isinstance(value, PackedSequence) for value in inputs[0])
+        if isinstance(module, nn.RNNBase) and packed:
+            return
         if packed or (tensors[0].dim() <= dims and not (self.site.rule.replays and dims == 0)):
             got = "a packed sequence" if packed else f"an input of shape {tuple(tensors[0].shape)}"
             raise UnsupportedLayerError(
@@ -245,9 +249,13 @@ class _AfterForward(_Hook):
             )
 
 
-def _batch_axis(module: nn.Module, output_index: int) -> int:
-    """Axis of the examples: the first, but for the final states of a recurrent layer, [layers, N, features]."""
-    return 1 if isinstance(module, nn.RNNBase) and output_index > 0 else 0
+def _example_of_row(inputs: tuple[Any, ...]) -> Tensor | None:
+    """Which example each row of a packed sequence belongs to: at every position come those that are long enough, longest first."""
+    packed = next((value for value in inputs if isinstance(value, PackedSequence)), None)
+    if packed is None:
+        return None
+    ranks = torch.cat([torch.arange(int(count)) for count in packed.batch_sizes]).to(packed.data.device)
+    return ranks if packed.sorted_indices is None else packed.sorted_indices[ranks]
 
 
 def _parameters_in_use(module: nn.Module) -> dict[str, Tensor]:

@@ -110,6 +110,7 @@ def is_worthwhile(call: LayerCall, fused: bool) -> bool:
     if (
         form is None
         or call.dout.numel() == 0
+        or call.batch_axis != 0
         or len(call.args) != 1
         or call.kwargs
         or call.autocast.enabled

@@ -6,7 +6,7 @@ each other, and each layer's call is aligned at the moment when its gradient arr
 are not computed, but for the first layers, to which the backward pass must reach.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -134,8 +134,8 @@ class _VisitedTape(Tape):
         self.black_boxes: list[LayerCall] = []  # need backward passes of their own, which have no place within another
         self._visit = visit
 
-    def is_first(self, layer: nn.Module) -> None:
-        self.first_parameters.extend(p for p in layer.parameters() if p.requires_grad)
+    def is_first(self, parameters: Iterable[Tensor]) -> None:
+        self.first_parameters.extend(p for p in parameters if p.requires_grad)
 
     def write(self, call: AnyCall) -> None:
         assert isinstance(call, LayerCall)

@@ -1,5 +1,6 @@
 """A tape as plain tensors, to be saved with a checkpoint and read back without executing code."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -7,7 +8,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from inloop.alignment.batch_size import AnyCall
+from inloop.alignment.black_box import BLACK_BOX, per_example_gradients
 from inloop.alignment.call import Autocast, LayerCall, versions_of
+from inloop.alignment.operation import Operation
 from inloop.alignment.plan import Plan, Site
 from inloop.alignment.reduced import ReducedCall
 from inloop.alignment.tape import Tape
@@ -22,10 +25,13 @@ def tape_state(tape: Tape) -> dict[str, Any]:
 
 
 def _any_call_state(call: AnyCall) -> dict[str, Any]:
-    if isinstance(call, LayerCall):
+    if isinstance(call, LayerCall) and not isinstance(call.layer, Operation):
         return _call_state(call)
+    if isinstance(call, LayerCall):  # functions cannot be saved, but what they amount to
+        bare = replace(call, layer=nn.Module(), args=(), kwargs={}, dout=call.dout.new_empty(0), fingerprints=())
+        call = ReducedCall(bare, per_example_gradients(call))
     rest = {"gradients": dict(call.gradients), "magnitudes": dict(call.magnitudes), "num_positions": call.num_positions}
-    return _call_state(call.call) | {"reduced": rest}
+    return _call_state(call.call) | {"reduced": rest, "operation": call.rule is BLACK_BOX}
 
 
 def restore_tape(plan: Plan, state: dict[str, Any]) -> Tape:
@@ -33,6 +39,9 @@ def restore_tape(plan: Plan, state: dict[str, Any]) -> Tape:
     tape = Tape(plan, state["reduction"], state["retain"])
     sites = {site.name: site for site in plan.sites}
     for saved in state["calls"]:
+        if saved.get("operation"):
+            tape.calls.append(ReducedCall(_restore_call(_OPERATION, saved), **saved["reduced"]))
+            continue
         if saved["name"] not in sites:
             raise UsageError(
                 f"The saved tape has a call of layer '{saved['name']}', which is not recorded in this model. Fix: build the model "
@@ -55,6 +64,7 @@ def _call_state(call: LayerCall) -> dict[str, Any]:
         "random_state": dict(call.random_state),
         "output_index": call.output_index,
         "batch_axis": call.batch_axis,
+        "example_of_row": call.example_of_row,
         "dout": _compact(call.dout),
         "fingerprints": call.fingerprints,
         "training": {name: module.training for name, module in call.layer.named_modules()},
@@ -79,7 +89,7 @@ def _restore_call(site: Site, saved: dict[str, Any]) -> LayerCall:
         _submodule(layer, owner)._buffers[local] = buffer
     args, kwargs = saved["inputs"]
     call = LayerCall(
-        name=site.name,
+        name=saved["name"],
         layer=layer,
         rule=site.rule,
         parameter_names=saved["parameter_names"],
@@ -90,8 +100,12 @@ def _restore_call(site: Site, saved: dict[str, Any]) -> LayerCall:
         random_state=saved["random_state"],
         versions=versions_of((args, kwargs)),
         fingerprints=saved["fingerprints"],
+        example_of_row=saved["example_of_row"],
     )
     return call.with_gradient(saved["dout"], saved["output_index"], saved["batch_axis"])
+
+
+_OPERATION = Site("", nn.Module(), BLACK_BOX, {})
 
 
 def _submodule(module: nn.Module, path: str) -> nn.Module:

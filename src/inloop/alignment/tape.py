@@ -8,11 +8,11 @@ N is the number of examples of the whole step, over all its micro-batches.
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from inloop.alignment.batch_size import AnyCall, batch_sizes
 from inloop.alignment.black_box import BlackBoxState
@@ -103,8 +103,8 @@ class Tape:
         """Of all parameters of the model, by name."""
         return self._plan.shapes
 
-    def is_first(self, layer: nn.Module) -> None:
-        """No other recorded layer comes before this one."""
+    def is_first(self, parameters: Iterable[Tensor]) -> None:
+        """They are used before those of any other recorded layer."""
 
     def wait_for_gradient(
         self, call: LayerCall, output_index: int = 0, batch_axis: int = 0, form_gradients: bool = False
@@ -231,7 +231,7 @@ class Tape:
         if not self.calls and self._sizes is None:
             raise UsageError(
                 "Nothing was recorded. A tape is filled by a forward and a backward pass while it is open, through layers with "
-                "trainable parameters. Fix: run both inside the `with inloop.capture(model) as tape:` block."
+                "trainable parameters that meet the data. Fix: run both inside the `with inloop.capture(model) as tape:` block."
             )
         sizes = batch_sizes(self.calls) if self._sizes is None else self._sizes
         totals = {} if self.early is None else dict(self.early.sums)

@@ -1,0 +1,31 @@
+"""Hooks that leave no trace: they know their owner only weakly, and do nothing in copies of the model."""
+
+import weakref
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+Owner = TypeVar("Owner")
+
+
+def _do_nothing(*_: object) -> None:
+    """What stands in for a hook in copies of the model."""
+
+
+def _hook_of_a_copy() -> object:
+    return _do_nothing
+
+
+class Hook(Generic[Owner]):
+    """A hook of one owner on one module. Copies of the module, by deepcopy or pickle, get one that does nothing."""
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner = weakref.ref(owner)
+
+    def owner(self) -> Owner | None:
+        return self._owner()
+
+    def __deepcopy__(self, memo: object) -> object:
+        return _do_nothing
+
+    def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
+        return _hook_of_a_copy, ()

@@ -1,0 +1,116 @@
+"""One torch operation that mixes parameters with data, as a module: what a black box is made of when no module stands around it.
+
+``x + self.positions`` has no layer of its own, and the parameter may have gone through other operations first (an expand, an
+exponential, a lookup). All of that, from the parameters to the output, is one function of the data, and can be run again.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from inloop.alignment.black_box import restore_random_state
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A value in a recipe: one of the data tensors, by its position, or a parameter, by its name."""
+
+    source: int | str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recipe:
+    """How a tensor is computed: a torch function and its arguments, in which tensors are values or recipes themselves.
+
+    Attributes:
+        index: Which output, of a function with several.
+        in_place: Whether the function writes into its first argument, which is the result.
+        random_state: Of the generators before it, if it drew from them.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    index: int | None = None
+    in_place: bool = False
+    random_state: dict[str, Tensor] | None = None
+
+    def compute(self, values: Callable[[Value], Tensor], known: dict[int, Any]) -> Any:
+        """The result; ``known`` has those of recipes that several use."""
+        if id(self) not in known:
+            args, kwargs = tree_map_only(
+                (Value, Recipe),
+                lambda part: values(part) if isinstance(part, Value) else part.compute(values, known),
+                (self.args, self.kwargs),
+            )
+            known[id(self)] = self._run(args, kwargs)
+        return known[id(self)]
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.random_state is not None:
+            restore_random_state(self.random_state)
+        if self.in_place:
+            result = args[0].clone()
+            self.function(result, *args[1:], **kwargs)
+            return result
+        result = self.function(*args, **kwargs)
+        return result if self.index is None else result[self.index]
+
+    @property
+    def name(self) -> str:
+        return str(getattr(self.function, "__name__", self.function))
+
+
+class Operation(nn.Module):
+    """A recipe whose parameters are the module's own, and whose data are the arguments of its forward pass.
+
+    Args:
+        parameters: By their names in the recipe, which are their names in the model.
+    """
+
+    def __init__(self, recipe: Recipe, parameters: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.recipe = recipe
+        self.names = tuple(parameters)
+        # Written through the table, since a name with dots is no attribute.
+        self._parameters.update({f"p{i}": nn.Parameter(value.detach()) for i, value in enumerate(parameters.values())})
+
+    def forward(self, *data: Tensor) -> Any:
+        parameters = dict(zip(self.names, self._parameters.values(), strict=True))
+
+        def value(which: Value) -> Tensor:
+            found = data[which.source] if isinstance(which.source, int) else parameters[which.source]
+            assert found is not None
+            return found
+
+        return self.recipe.compute(value, {})
+
+
+def local_names(names: Sequence[str]) -> dict[str, str]:
+    """The names of an operation's parameters in the module -> in the model."""
+    return {f"p{i}": name for i, name in enumerate(names)}
+
+
+def is_in_place(function: Callable[..., Any]) -> bool:
+    """By torch's naming: add_, __iadd__, __setitem__."""
+    name = getattr(function, "__name__", "")
+    return name == "__setitem__" or (name.startswith("__i") and name not in _NOT_IN_PLACE) or _ends_in_place(name)
+
+
+_NOT_IN_PLACE = ("__invert__", "__int__", "__index__")
+
+
+def _ends_in_place(name: str) -> bool:
+    return name.endswith("_") and not name.endswith("__") and name not in ("requires_grad_", "retain_grad_")
+
+
+def is_random_factory(function: Callable[..., Any]) -> bool:
+    """Whether it makes a tensor of random numbers from nothing: each row is likely an example's own."""
+    return function in _RANDOM
+
+
+_RANDOM = frozenset({torch.rand, torch.randn, torch.randint, torch.normal, torch.randperm})

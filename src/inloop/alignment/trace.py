@@ -1,0 +1,258 @@
+"""Following parameters that no layer's call accounts for, to the operation where they meet the data.
+
+Learned positions, class tokens and scales are used by a module that has other layers below it; the weight of a layer may be used
+without calling it; and a lookup of positions that all examples share has no batch axis. During the model's forward pass every torch
+function is watched: what is computed from such parameters and constants alone is *derived*, and remembered with its recipe. The first
+operation that mixes something derived with data has a row for each example again, and is recorded (``operation.py``).
+
+Layers called with data are recorded by their own hooks; what happens inside of them is not watched.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from inloop.alignment.black_box import random_state
+from inloop.alignment.operation import Recipe, Value, is_in_place, is_random_factory
+from inloop.errors import UnsupportedLayerError
+
+Record = Callable[[Recipe, list[Tensor], list[str], Tensor], None]
+
+
+class Constant:
+    """Neither data nor computed from trainable parameters: buffers, ranges, what is made of them."""
+
+
+_CONSTANT = Constant()
+
+
+class Tracer(TorchFunctionMode):
+    """Watches one forward pass of a model.
+
+    Args:
+        names: Parameter -> its canonical name, by identity.
+        record: Called with the recipe of an operation that mixes derived tensors with data, the data, the names of the parameters
+            and the output.
+
+    Attributes:
+        found: Whether anything had to be recorded.
+    """
+
+    def __init__(self, model: nn.Module, names: dict[int, str], num_examples: int | None, record: Record) -> None:
+        super().__init__()
+        self._record, self._names, self._num_examples = record, names, num_examples
+        self._model = model
+        self._known: dict[int, tuple[Tensor, Recipe | Value | Constant]] = {}
+        self._inside = 0  # layers that are recorded as a whole
+        for parameter in model.parameters():
+            if not parameter.requires_grad:
+                self._known[id(parameter)] = parameter, _CONSTANT
+            elif id(parameter) in names:  # others are not counted, and taken for data
+                self._known[id(parameter)] = parameter, Value(names[id(parameter)])
+        for buffer in model.buffers():
+            self._known[id(buffer)] = buffer, _CONSTANT
+
+    def has_data(self, tree: Any) -> bool:
+        """Whether arguments have a tensor that may belong to examples."""
+        return any(self._kind(tensor) is None for tensor in _tensors(tree))
+
+    def has_derived(self, tree: Any) -> bool:
+        return any(isinstance(self._kind(tensor), Recipe | Value) for tensor in _tensors(tree))
+
+    def has_row_for_each_example(self, tree: Any) -> bool:
+        """Whether a constant was given a batch axis by expanding it, as in ``positions.expand(N, T)``."""
+        first = next(_tensors(tree), None)
+        return first is not None and first.dim() > 1 and len(first) == self._num_examples and first.stride(0) == 0
+
+    def enter_layer(self) -> None:
+        self._inside += 1
+
+    def leave_layer(self) -> None:
+        self._inside -= 1
+
+    def hand_over(self, tensor: Tensor, layer: str) -> Tensor:
+        """A copy of a derived tensor that goes into a recorded layer together with data; its own gradient accounts for the use."""
+        kind = self._kind(tensor)
+        if not isinstance(kind, Recipe | Value):
+            return tensor
+        recipe = kind if isinstance(kind, Recipe) else Recipe(torch.clone, (kind,), {})
+        data: list[Tensor] = []
+        names: dict[str, None] = {}
+
+        def slot(constant: Tensor) -> Value:
+            data.append(constant)
+            return Value(len(data) - 1)
+
+        recipe = _with_slots(recipe, slot, names)
+        self.enter_layer()
+        copy = tensor.clone()
+        self.leave_layer()
+        if copy.dim() == 0 or len(copy) != self._num_examples:
+            raise UnsupportedLayerError(
+                f"'{layer}' was called with data and with a tensor of shape {tuple(copy.shape)} that is made of parameters "
+                f"('{next(iter(names))}') and shared by all examples. Fix: give it a row for each of the {self._num_examples} examples, "
+                "as in queries.expand(N, -1, -1), so that each example's part in its gradient can be told."
+            )
+        self._record(recipe, data, list(names), copy)
+        return copy
+
+    def _kind(self, tensor: Tensor) -> Recipe | Value | Constant | None:
+        """None for data."""
+        entry = self._known.get(id(tensor))
+        return None if entry is None else entry[1]
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._inside:
+            return function(*args, **kwargs)
+        given = list(_tensors((args, kwargs)))
+        kinds = [self._kind(tensor) for tensor in given]
+        derived = any(isinstance(kind, Recipe | Value) for kind in kinds)
+        if not derived:
+            result = function(*args, **kwargs)
+            if None not in kinds and not is_random_factory(function):
+                self._remember(result, None)
+            return result
+        in_place = is_in_place(function)
+        # What is written into cannot be read again afterwards; a copy is what the operation will be repeated with.
+        before = given[0].detach().clone() if in_place else None
+        state = random_state(given[0].device)
+        result = function(*args, **kwargs)
+        written = args[0] if in_place else result
+        if not any(out.requires_grad for out in _tensors(written)):
+            if None not in kinds:
+                self._remember(written, None)
+            return result
+        now = random_state(given[0].device)
+        drew = any(not torch.equal(state[name], now[name]) for name in state)
+        recipe, data, names = self._recipe(function, args, kwargs, in_place, before, state if drew else None)
+        if not data:
+            self._remember(written, recipe)
+        else:
+            self._mixed(recipe, data, names, written)
+        return result
+
+    def _remember(self, result: Any, recipe: Recipe | None) -> None:
+        """Outputs of an operation without data."""
+        several = not isinstance(result, Tensor)
+        for index, out in enumerate(result if isinstance(result, tuple | list) else (result,)):
+            if isinstance(out, Tensor):
+                kind: Recipe | Constant = _CONSTANT
+                if recipe is not None and out.requires_grad:
+                    kind = _output(recipe, index) if several else recipe
+                self._known[id(out)] = out, kind
+
+    def _mixed(self, recipe: Recipe, data: list[Tensor], names: list[str], result: Any) -> None:
+        outputs = [out for out in _tensors(result) if out.requires_grad]
+        for index, out in enumerate(outputs):
+            if out.dim() == 0 or (self._num_examples is not None and len(out) != self._num_examples):
+                raise UnsupportedLayerError(
+                    f"Parameter '{names[0]}' meets the data in the operation '{recipe.name}', whose output has the shape "
+                    f"{tuple(out.shape)}; its first axis must count the {self._num_examples} examples. Fix: keep examples on the "
+                    "first axis there, put the operation into a small module of its own, or leave the parameter out with layers=."
+                )
+            self._record(_output(recipe, index) if len(outputs) > 1 else recipe, data, names, out)
+
+    def _recipe(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        in_place: bool,
+        before: Tensor | None,
+        state: dict[str, Tensor] | None,
+    ) -> tuple[Recipe, list[Tensor], list[str]]:
+        """The recipe of an operation, its data, and the parameters in it."""
+        slots: list[Tensor] = []
+        is_data = False
+        names: dict[str, None] = {}
+
+        def slot(tensor: Tensor) -> Value:
+            slots.append(tensor)
+            return Value(len(slots) - 1)
+
+        def part(tensor: Tensor, position: int) -> Value | Recipe:
+            nonlocal is_data
+            kind = self._kind(tensor)
+            if isinstance(kind, Value):
+                names[str(kind.source)] = None
+                return kind
+            if isinstance(kind, Recipe):
+                return _with_slots(kind, slot, names)
+            is_data |= kind is None
+            if position == 0 and before is not None:
+                return slot(before)
+            # The optimizer will write into a parameter that is used as it is.
+            return slot(tensor.detach().clone() if isinstance(tensor, nn.Parameter) else tensor.detach())
+
+        counter = iter(range(1 << 30))
+        new_args, new_kwargs = _map_tensors(lambda tensor: part(tensor, next(counter)), (args, kwargs))
+        recipe = Recipe(function, new_args, new_kwargs, in_place=in_place, random_state=state)
+        return (recipe, slots, list(names)) if is_data else (self._closed(recipe, slots), [], list(names))
+
+    @staticmethod
+    def _closed(recipe: Recipe, slots: list[Tensor]) -> Recipe:
+        """With its constants in it, until it meets data."""
+        return _map_recipe(recipe, lambda value: slots[value.source] if isinstance(value.source, int) else value)
+
+
+def _output(recipe: Recipe, index: int) -> Recipe:
+    return Recipe(recipe.function, recipe.args, recipe.kwargs, index, recipe.in_place, recipe.random_state)
+
+
+def _map_recipe(recipe: Recipe, change: Callable[[Any], Any]) -> Recipe:
+    def each(part: Any) -> Any:
+        if isinstance(part, Recipe):
+            return _map_recipe(part, change)
+        return change(part) if isinstance(part, Value | Tensor) else part
+
+    args, kwargs = _map_leaves(each, (recipe.args, recipe.kwargs))
+    return Recipe(recipe.function, args, kwargs, recipe.index, recipe.in_place, recipe.random_state)
+
+
+def _with_slots(recipe: Recipe, slot: Callable[[Tensor], Value], names: dict[str, None]) -> Recipe:
+    """A derived tensor's recipe as a part of another: its constants become arguments, its parameters are noted."""
+
+    def change(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            return slot(part)
+        names[str(part.source)] = None
+        return part
+
+    return _map_recipe(recipe, change)
+
+
+def _map_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
+    if isinstance(tree, tuple):
+        return tuple(_map_leaves(change, part) for part in tree)
+    if isinstance(tree, list):
+        return [_map_leaves(change, part) for part in tree]
+    if isinstance(tree, dict):
+        return {key: _map_leaves(change, part) for key, part in tree.items()}
+    return change(tree)
+
+
+def _map_tensors(change: Callable[[Tensor], Any], tree: Any) -> Any:
+    return _map_leaves(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    """Tensors among arguments, with their dicts and sequences."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, tuple | list):
+        for part in tree:
+            yield from _tensors(part)
+    elif isinstance(tree, dict):
+        for part in tree.values():
+            yield from _tensors(part)
+
+
+def first_length(trees: Iterable[Any]) -> int | None:
+    """The number of rows of the first tensor among a model's inputs."""
+    return next((len(tensor) for tensor in _tensors(tuple(trees)) if tensor.dim()), None)
