@@ -133,7 +133,13 @@ def layer_scale_and_temperature():
 @architecture
 def bare_parameter_around_batchnorm_in_eval():
     forward = lambda m, x: m.head(m.norm(x) * m.gain + m.shift)  # noqa: E731
-    model = Model(forward, norm=nn.BatchNorm1d(D).requires_grad_(False), gain=torch.randn(D), shift=torch.randn(1, D), head=nn.Linear(D, 3))
+    model = Model(
+        forward,
+        norm=nn.BatchNorm1d(D).requires_grad_(False),
+        gain=torch.randn(D),
+        shift=torch.randn(1, D),
+        head=nn.Linear(D, 3),
+    )
     model.norm.running_mean.normal_()
     return model.eval(), (rows(),)
 
@@ -340,6 +346,65 @@ def mixture_of_experts():
 
     experts = nn.ModuleList(nn.Sequential(nn.Linear(D, 4), nn.GELU(), nn.Linear(4, 3)) for _ in range(3))
     return Model(forward, gate=nn.Linear(D, 3), experts=experts), (rows(),)
+
+
+# ------------------------------------------------------------------ examples elsewhere than on the first axis
+
+
+@architecture
+def positions_first_throughout():
+    def forward(m, x):
+        x = m.norm(torch.tanh(m.first(x.transpose(0, 1))))
+        return m.head(x).transpose(0, 1)
+
+    return Model(forward, first=nn.Linear(D, D), norm=nn.LayerNorm(D), head=nn.Linear(D, 3)), (sequences(),)
+
+
+@architecture
+def positions_first_and_as_many_as_examples():
+    def forward(m, x):
+        x = m.second(torch.tanh(m.first(x.transpose(0, 1))))
+        return m.head(x.mean(0))
+
+    return Model(forward, first=nn.Linear(D, D), second=nn.Linear(D, D), head=nn.Linear(D, 3)), (torch.randn(N, N, D),)
+
+
+@architecture
+def positions_folded_into_rows():
+    def forward(m, x):
+        hidden = m.second(torch.tanh(m.first(x.flatten(0, 1))))
+        return hidden.view(len(x), T, 3)
+
+    return Model(forward, first=nn.Linear(D, D), second=nn.Linear(D, 3)), (sequences(),)
+
+
+@architecture
+def frames_folded_into_images_positions_first():
+    def forward(m, clips):
+        frames = clips.transpose(0, 1).flatten(0, 1)
+        features = m.conv(frames).mean((2, 3)).view(2, len(clips), 4)
+        return m.head(features.mean(0))
+
+    return Model(forward, conv=nn.Conv2d(3, 4, 3), head=nn.Linear(4, 3)), (torch.randn(N, 2, 3, 6, 6),)
+
+
+@architecture
+def experts_on_all_tokens_at_once():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weights = nn.Parameter(torch.randn(3, D, D))
+
+        def forward(self, rows, chosen):
+            return torch.stack([row @ self.weights[e] for row, e in zip(rows, chosen, strict=True)])
+
+    def forward(m, x):
+        rows = m.first(x).flatten(0, 1)
+        shares = m.gate(rows).softmax(-1)
+        best = shares.max(-1)
+        return (m.experts(rows, best.indices) * best.values.unsqueeze(1)).view(x.shape)
+
+    return Model(forward, first=nn.Linear(D, D), gate=nn.Linear(D, 3), experts=Experts()), (sequences(),)
 
 
 # ------------------------------------------------------------------ reparametrized, frozen, adapted

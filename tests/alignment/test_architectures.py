@@ -14,3 +14,11 @@ def test_architecture(name, reduction):
     model, inputs = ARCHITECTURES[name]()
     inputs = [value.double() if value.is_floating_point() else value for value in inputs]
     assert_exact(model.double(), *inputs, reduction=reduction)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_architecture_recomputed(name):
+    torch.manual_seed(0)
+    model, inputs = ARCHITECTURES[name]()
+    inputs = [value.double() if value.is_floating_point() else value for value in inputs]
+    assert_exact(model.double(), *inputs, retain="recompute")

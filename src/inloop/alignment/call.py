@@ -53,7 +53,7 @@ class LayerCall:
         output_index: Which of the layer's output tensors ``dout`` belongs to.
         args, kwargs, dout: What the layer was called with, and the gradient of its output; in half precision if so wished.
         batch_axis: The axis of ``dout`` that counts examples.
-        example_of_row: Of a packed sequence, whose rows are those of all examples one after the other; else None.
+        example_of_row: Where the axis has several rows for each example (packed or folded sequences), whose they are; else None.
         fingerprints: Of each output of a black box, to see that a replay gives the same.
         absolute: Add up magnitudes instead of values: what rounding errors are relative to.
     """
@@ -78,7 +78,6 @@ class LayerCall:
     def with_gradient(self, dout: Tensor, output_index: int, batch_axis: int) -> "LayerCall":
         return replace(
             self,
-            example_of_row=self.example_of_row if output_index == 0 else None,
             dout=dout,
             output_index=output_index,
             batch_axis=batch_axis,
@@ -166,8 +165,14 @@ class LayerCall:
                 complete[name] = given.to(parameter.dtype)
         with torch.no_grad():
             if self.autocast.enabled and self.autocast.dtype == torch.float16:
-                return self._align_scaled(complete)
-            return torch.cat([self.rule.align(part.full(), complete) for part in self.parts()])
+                return self._by_example(self._align_scaled(complete))
+            return self._by_example(torch.cat([self.rule.align(part.full(), complete) for part in self.parts()]))
+
+    def _by_example(self, contributions: Tensor) -> Tensor:
+        """Contributions [rows] of a layer whose rows are parts of examples, added up to [N]."""
+        if self.example_of_row is None or self.rule.replays:
+            return contributions
+        return contributions.new_zeros(self.num_examples).index_add_(0, self.example_of_row, contributions)
 
     def _align_scaled(self, direction: dict[str, Tensor]) -> Tensor:
         """The same for a direction of any size, of which float16 would lose the small and overflow on the large."""

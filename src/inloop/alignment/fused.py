@@ -21,7 +21,7 @@ from inloop.alignment.reduced import ReducedCall, is_worthwhile
 Write = Callable[[Tensor], AnyCall | None]
 
 
-def can_fuse(call: LayerCall, module: nn.Module, args: tuple[Any, ...], outputs: list[Tensor], batch_axis: int) -> bool:
+def can_fuse(call: LayerCall, module: nn.Module, args: tuple[Any, ...], outputs: list[Tensor]) -> bool:
     """Whether the graph node of this call may be exchanged, and should be."""
     form = call.rule.per_example
     if form is None or form.backward is None or len(args) != 1 or len(outputs) != 1:
@@ -36,7 +36,7 @@ def can_fuse(call: LayerCall, module: nn.Module, args: tuple[Any, ...], outputs:
         and not torch._C._are_functorch_transforms_active()
         and not torch.compiler.is_compiling()
         and forward_ad._current_level < 0
-        and is_worthwhile(call.with_gradient(output.detach(), 0, batch_axis), fused=True)
+        and is_worthwhile(call.with_gradient(output.detach(), 0, 0), fused=True)
     )
 
 

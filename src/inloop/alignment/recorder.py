@@ -6,6 +6,7 @@ Nothing is written on the user's modules; hooks in a copy of the model do nothin
 """
 
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from inloop.alignment.call import Autocast, LayerCall, detached, tensors_in, ver
 from inloop.alignment.early import EarlyAlignment
 from inloop.alignment.fused import can_fuse, fuse
 from inloop.alignment.hook import Hook
+from inloop.alignment.layout import Layout, Layouts
 from inloop.alignment.output_hook import hook_gradient
 from inloop.alignment.plan import Plan, Site
 from inloop.alignment.spare import Spare
@@ -36,7 +38,15 @@ class Recorder:
         early: An older tape's alignment with the gradients that are being formed; None if there is none.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, *, copy_inputs: bool = False, retain: Retention = "exact") -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        *,
+        copy_inputs: bool = False,
+        retain: Retention = "exact",
+        layouts: Layouts | None = None,
+    ) -> None:
         self.copy_inputs = copy_inputs
         self.retain: Retention = retain
         self.tape: Tape | None = None
@@ -44,6 +54,7 @@ class Recorder:
         self.plan = plan
         self._spare = Spare()
         self._watch: Watch | None = None
+        self._layouts: Layouts = layouts or {}
         handles: list[RemovableHandle] = []
         # A recorder that is simply forgotten takes its hooks along: they know it only weakly.
         self.remove_hooks = weakref.finalize(self, _remove_all, handles)
@@ -62,10 +73,16 @@ class Recorder:
                 handle = parameter.register_post_accumulate_grad_hook(_AfterGradient(self, name))  # type: ignore[no-untyped-call]
                 handles.append(handle)
 
-        # Until a step has shown that there is no need for it.
-        recorder = weakref.ref(self)
-        self._watch = Watch(model, plan, lambda: None if (owner := recorder()) is None else owner.tape)
-        handles.extend(self._watch.handles)
+        if not any(site.rule.visit_layers for site in plan.sites):
+            # Until a step has shown that there is no need for it.
+            recorder = weakref.ref(self)
+            self._watch = Watch(model, plan, lambda: None if (owner := recorder()) is None else owner.tape, layouts)
+            handles.extend(self._watch.handles)
+
+    def layout(self, site: Site, index: int, output: Tensor) -> Layout:
+        """Where the examples are in an output: as was found by trying, or as the module says of itself."""
+        layouts = self._layouts if self._watch is None else self._watch.layouts
+        return layouts.get((site.name, index)) or Layout(site.batch_axis(index, output))
 
     @property
     def follows_operations(self) -> bool:
@@ -83,6 +100,7 @@ class Recorder:
         if self.tape is not None:
             self.tape.close()
             if self._watch is not None and self.tape.calls and not self._watch.found:
+                self._layouts = self._watch.layouts
                 _remove_all(self._watch.handles)
                 self._watch = None
         self.tape = None
@@ -219,13 +237,17 @@ class _AfterForward(_LayerHook):
             random_state=state.random_state if state and state.was_random() else {},
             versions=versions_of((args, kwargs)),
             fingerprints=tuple(fingerprint(out) for out in outputs) if state else (),
-            example_of_row=_example_of_row(inputs[0]),
         )
-        if tape.fuses and can_fuse(call, module, inputs[0], outputs, self.site.batch_axis(0, outputs[0])):
+        packed = _example_of_row(inputs[0])
+        layouts = [recorder.layout(self.site, index, out) for index, out in enumerate(outputs)]
+        if tape.fuses and layouts == [Layout()] and can_fuse(call, module, inputs[0], outputs):
             return fuse(call, module, inputs[0][0], outputs[0], tape.wait_for_gradient(call, form_gradients=True))
-        for index, out in enumerate(outputs):
+        for index, (out, layout) in enumerate(zip(outputs, layouts, strict=True)):
             if out.requires_grad:
-                hook_gradient(out, tape.wait_for_gradient(call, index, self.site.batch_axis(index, out)))
+                whose = layout.example_of_row(out.shape[layout.axis]) if out.dim() else None
+                whose = packed if index == 0 and packed is not None else whose
+                placed = call if whose is None else replace(call, example_of_row=whose.to(out.device))
+                hook_gradient(out, tape.wait_for_gradient(placed, index, layout.axis))
         return None
 
     def _refuse_unbatched(self, module: nn.Module, inputs: Any) -> None:

@@ -111,6 +111,7 @@ def is_worthwhile(call: LayerCall, fused: bool) -> bool:
         form is None
         or call.dout.numel() == 0
         or call.batch_axis != 0
+        or call.example_of_row is not None
         or len(call.args) != 1
         or call.kwargs
         or call.autocast.enabled

@@ -6,8 +6,9 @@ each other, and each layer's call is aligned at the moment when its gradient arr
 are not computed, but for the first layers, to which the backward pass must reach.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -18,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 from inloop.alignment.batch_size import AnyCall, batch_sizes
 from inloop.alignment.black_box import checked, randomness_of
 from inloop.alignment.call import LayerCall, tensors_in
+from inloop.alignment.layout import Layouts, layouts_of
 from inloop.alignment.plan import Plan, Site
 from inloop.alignment.recorder import Recorder
 from inloop.alignment.rules import Rule
@@ -30,26 +32,47 @@ _NUM_PARTS = 4  # that a batch is replayed in
 
 def whole_model(model: nn.Module, plan: Plan) -> Site:
     """The model as the one thing to record, aligned layer by layer as ``plan`` says."""
+    described = _Described(plan, weakref.ref(model))
     rule = Rule(
-        partial(align_by_replay, plan),
+        partial(align_by_replay, described),
         parameters=frozenset(),
         example_dims=lambda module: 0,
         when=lambda module: True,
         keeps_parameters=True,
         replays=True,
-        visit_layers=partial(visit_layers, plan),
+        visit_layers=partial(visit_layers, described),
     )
-    recorded = {name for site in plan.sites for name in site.parameter_names.values()}
+    recorded = plan.counted()
     return Site("", model, rule, {name: canonical for name, canonical in plan.aliases.items() if canonical in recorded})
 
 
-def align_by_replay(plan: Plan, call: LayerCall, direction: Mapping[str, Tensor]) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """The layers of a model, and where the examples are in their outputs.
+
+    Attributes:
+        model: The model itself, to find that out.
+    """
+
+    plan: Plan
+    model: "weakref.ref[nn.Module]"
+    layouts: Layouts = field(default_factory=dict)
+
+    def of(self, call: LayerCall) -> "_Described":
+        """Described for this call, with all its examples."""
+        model = self.model()
+        known = {} if model is None else layouts_of(model, self.plan, (call.args, call.kwargs))
+        return replace(self, layouts=known)
+
+
+def align_by_replay(described: _Described, call: LayerCall, direction: Mapping[str, Tensor]) -> Tensor:
     """The sum of the contributions of all layers' calls."""
-    along = {plan.aliases[name]: value for name, value in direction.items()}
-    return torch.cat([_align_part(plan, part, along) for part in _parts(call)])
+    along = {described.plan.aliases[name]: value for name, value in direction.items()}
+    described = described.of(call)
+    return torch.cat([_align_part(described, part, along) for part in _parts(call)])
 
 
-def _align_part(plan: Plan, call: LayerCall, along: Mapping[str, Tensor]) -> Tensor:
+def _align_part(described: _Described, call: LayerCall, along: Mapping[str, Tensor]) -> Tensor:
     contributions_N = torch.zeros(call.num_examples, dtype=call.dtype, device=call.device)
     shapes = [call.without_values()]
 
@@ -60,15 +83,16 @@ def _align_part(plan: Plan, call: LayerCall, along: Mapping[str, Tensor]) -> Ten
             layer_call.align({local: along[name] for local, name in layer_call.parameter_names.items()})
         )
 
-    _replay(plan, call, add)
+    _replay(described, call, add)
     batch_sizes(shapes)
     return contributions_N
 
 
-def visit_layers(plan: Plan, call: LayerCall, visit: Callable[[LayerCall], None]) -> None:
+def visit_layers(described: _Described, call: LayerCall, visit: Callable[[LayerCall], None]) -> None:
     """Do step t again and call ``visit`` with each layer's call, of a part of the examples, when its gradient arrives."""
+    described = described.of(call)
     for part in _parts(call):
-        _replay(plan, part, visit)
+        _replay(described, part, visit)
 
 
 def _parts(call: LayerCall) -> list[LayerCall]:
@@ -100,8 +124,9 @@ def _examples(call: LayerCall, rows: slice) -> LayerCall:
     return replace(call, args=args, kwargs=kwargs, dout=call.dout[rows], fingerprints=fingerprints)
 
 
-def _replay(plan: Plan, call: LayerCall, visit: Callable[[LayerCall], None]) -> None:
+def _replay(described: _Described, call: LayerCall, visit: Callable[[LayerCall], None]) -> None:
     """Forward and backward as in step t."""
+    plan = described.plan
     with randomness_of(call), torch.enable_grad():
         parameters = {
             name: value.detach().requires_grad_(name in call.parameter_names)
@@ -110,7 +135,7 @@ def _replay(plan: Plan, call: LayerCall, visit: Callable[[LayerCall], None]) -> 
         model = make_twin(call.layer, parameters)
         sites = tuple(replace(site, module=model.get_submodule(site.name)) for site in plan.sites)
         tape = _VisitedTape(replace(plan, sites=sites), visit)
-        recorder = Recorder(model, replace(plan, sites=sites))
+        recorder = Recorder(model, replace(plan, sites=sites), layouts=described.layouts)
         recorder.tape = tape
         with call.autocast.again():
             outputs = checked(call, tensors_in(model(*call.args, **call.kwargs)))

@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from inloop.alignment.black_box import BLACK_BOX, fingerprint
 from inloop.alignment.call import Autocast, LayerCall, versions_of
 from inloop.alignment.hook import Hook
+from inloop.alignment.layout import Layouts, layouts_of
 from inloop.alignment.operation import Operation, Recipe, local_names
 from inloop.alignment.output_hook import hook_gradient
 from inloop.alignment.plan import Plan, Site
@@ -23,15 +24,21 @@ class Watch:
 
     Args:
         tape: Gives the tape that is being recorded, if any.
+        layouts: If they are known already.
 
     Attributes:
         found: Whether any parameter was seen outside of a layer's call with data.
+        layouts: Where the examples are in the layers' outputs, if not on the first axis.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, tape: Callable[[], Tape | None]) -> None:
+    def __init__(
+        self, model: nn.Module, plan: Plan, tape: Callable[[], Tape | None], layouts: Layouts | None = None
+    ) -> None:
         self.found = bool(plan.bare)
         self._plan, self._tape = plan, tape
         self._tracer: Tracer | None = None
+        self.layouts: Layouts = layouts or {}
+        self._must_try = layouts is None
         self._layers: list[bool] = []  # those that are running: whether they are recorded as a whole
         self._parameters: dict[str, Tensor] = {}
         self.handles: list[RemovableHandle] = []
@@ -57,6 +64,8 @@ class Watch:
     def enter_model(self, model: nn.Module, inputs: Any) -> None:
         if self._tracer is not None or self._tape() is None:
             return
+        if self._must_try:
+            self.layouts = layouts_of(model, self._plan, inputs)
         counted = self._plan.counted()
         self._parameters = {
             self._plan.aliases[name]: parameter
@@ -125,12 +134,14 @@ class Watch:
 def _not_recorded(model: nn.Module, plan: Plan) -> list[nn.Module]:
     """Modules whose own parameters are left out with layers=."""
     recorded = {id(module) for site in plan.sites for module in site.module.modules()}
-    bare = {id(parameter) for parameter in plan.bare.values()}
     return [
         module
-        for module in model.modules()
+        for path, module in model.named_modules()
         if id(module) not in recorded
-        and any(parameter is not None and id(parameter) not in bare for parameter in module._parameters.values())
+        and any(
+            parameter is not None and plan.aliases[f"{path}.{local}" if path else local] not in plan.bare
+            for local, parameter in module._parameters.items()
+        )
     ]
 
 

@@ -1,0 +1,107 @@
+"""Hugging Face's models, built from a config with random weights, as they are."""
+
+import pytest
+import torch
+
+from tests.alignment.exactness import assert_exact, relative_error, rewards_and_oracle
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+TEXT = SIZES | {"vocab_size": 50, "max_position_embeddings": 16}
+IMAGES = SIZES | {"image_size": 8, "patch_size": 4}
+
+
+def read_text(model):
+    ids = torch.randint(50, (4, 7), generator=torch.Generator().manual_seed(0))
+    return model(input_ids=ids).logits
+
+
+def translate(model):
+    ids = torch.randint(50, (4, 7), generator=torch.Generator().manual_seed(0))
+    return model(input_ids=ids, decoder_input_ids=ids[:, :5]).logits
+
+
+def look_at_images(model):
+    images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0), dtype=model.dtype)
+    return model(pixel_values=images)[0 if model.config.model_type == "vit" else 1]
+
+
+def listen(model):
+    sound = torch.randn(4, 400, generator=torch.Generator().manual_seed(0), dtype=model.dtype)
+    return model(sound).last_hidden_state
+
+
+def gpt2():
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=50, n_positions=16, n_embd=12, n_layer=2, n_head=2)
+    )
+
+
+def bert():
+    return transformers.BertForSequenceClassification(transformers.BertConfig(**TEXT))
+
+
+def llama():
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT, num_key_value_heads=1))
+
+
+def t5():
+    sizes = {"d_model": 12, "d_kv": 6, "d_ff": 16, "num_layers": 2, "num_heads": 2}
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=50, decoder_start_token_id=0, **sizes)
+    )
+
+
+def vit():
+    return transformers.ViTForImageClassification(transformers.ViTConfig(**IMAGES))
+
+
+def clip():
+    return transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**IMAGES))
+
+
+def wav2vec2():
+    convolutions = {"conv_dim": (8, 8), "conv_stride": (5, 2), "conv_kernel": (10, 3)}
+    positions = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
+    return transformers.Wav2Vec2Model(
+        transformers.Wav2Vec2Config(**SIZES, **convolutions, **positions, mask_time_prob=0.0, layerdrop=0.0)
+    )
+
+
+def mamba():
+    config = {"vocab_size": 50, "hidden_size": 12, "state_size": 4, "num_hidden_layers": 2}
+    return transformers.MambaForCausalLM(transformers.MambaConfig(**config))
+
+
+def mixtral():
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**TEXT, num_key_value_heads=1, num_local_experts=3)
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "forward"),
+    [
+        (gpt2, read_text),
+        (bert, read_text),
+        (llama, read_text),
+        (t5, translate),
+        (vit, look_at_images),
+        (clip, look_at_images),
+        (wav2vec2, listen),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_models(make, forward):
+    """With their dropout, which is replayed."""
+    torch.manual_seed(0)
+    assert_exact(make().double().train(), forward=forward)
+
+
+@pytest.mark.parametrize("make", [mamba, mixtral])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_models_that_compute_a_part_in_float32_whatever_they_are(make):
+    torch.manual_seed(0)
+    rewards_N, oracle_N = rewards_and_oracle(make().train(), forward=read_text)
+    assert relative_error(rewards_N, oracle_N) < 1e-4
