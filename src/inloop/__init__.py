@@ -6,6 +6,8 @@ from inloop import augment as augment
 # exact per-example gradient alignment
 from inloop.alignment import alignment_rule as alignment_rule
 from inloop.alignment import capture as capture
+from inloop.checking import Check as Check
+from inloop.checking import check as check
 
 # what everything raises
 from inloop.errors import InloopError as InloopError

@@ -43,10 +43,15 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class DrawnStep:
-    """A step with the draws, one for each micro-batch, that chose its examples."""
+    """A step with the draws, one for each micro-batch, that chose its examples.
+
+    Attributes:
+        scale: What its loss was multiplied with before it was back-propagated.
+    """
 
     step: Step
     draws: list[Draw]
+    scale: float = 1.0
 
     @property
     def neutral(self) -> bool:
@@ -70,9 +75,11 @@ class DrawnStep:
             "draws": [draw.state_dict() for draw in self.draws],
             "num_examples": self.step.num_examples,
             "tape": tape,
+            "scale": self.scale,
         }
 
     @classmethod
     def restored(cls, policy: Policy, plan: Plan, state: dict[str, Any]) -> "DrawnStep":
         tape = None if state["tape"] is None else restore_tape(plan, state["tape"])
-        return cls(Step(state["num_examples"], tape), [Draw.restored(policy, saved) for saved in state["draws"]])
+        draws = [Draw.restored(policy, saved) for saved in state["draws"]]
+        return cls(Step(state["num_examples"], tape), draws, state["scale"])

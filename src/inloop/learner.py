@@ -13,6 +13,7 @@ first shows in what is sampled for step t+2.
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -39,6 +40,7 @@ from inloop.step_checks import (
     is_distributed,
     refuse_missing_gradients,
     refuse_other_batch_sizes,
+    scale_of,
     what_is_not_finite,
 )
 
@@ -193,12 +195,16 @@ class InLoop:
             self._drop_pending()
         self._begin_step(self._sampler.waiting)
 
-    def step(self, loss: Tensor | float, actions: Actions | None = None) -> StepReport:
+    def step(
+        self, loss: Tensor | float, actions: Actions | None = None, scaler: torch.amp.GradScaler | None = None
+    ) -> StepReport:
         """Pay the step before with this step's gradient. Call it after ``backward``, before clipping and the optimizer.
 
         Args:
             loss: This step's loss.
             actions: What was chosen for this step's examples; None for all that was sampled since the last step.
+            scaler: That the loss was scaled with before ``backward``, so that rewards are those of the loss itself. A step that it
+                will skip, for gradients that are not finite, is dropped here, too.
 
         Raises:
             UsageError: Without actions, or without gradients.
@@ -208,9 +214,10 @@ class InLoop:
         self._refuse_if_closed()
         if self._paused:
             raise UsageError("learner.step was called inside learner.paused(). Fix: leave the block first.")
+        scale = scale_of(scaler)
         draws = self._sampler.take(actions, self.reinforce.version)
         try:
-            report = self._step(as_number(loss), draws)
+            report = self._step(as_number(loss), draws, scale)
         except VerificationError as error:
             self.close()
             raise VerificationError(f"{error} The learner has been closed.") from None
@@ -223,10 +230,10 @@ class InLoop:
             self.callback(report)
         return report
 
-    def _step(self, loss: float, draws: list[Draw]) -> StepReport:
+    def _step(self, loss: float, draws: list[Draw], scale: float) -> StepReport:
         gradients = gradients_of(self.model)
         norm = gradient_norm(gradients)
-        current = self._finish_recording(draws, gradients, norm)
+        current = replace(self._finish_recording(draws, gradients, norm), scale=scale)
         self.num_steps += 1
         lag = max(self.reinforce.version - draw.version for draw in draws)
         if problem := what_is_not_finite(loss, gradients, norm):
@@ -241,7 +248,7 @@ class InLoop:
                 return self._report(lag, dropped=_CHANGED_GRADIENTS)
             self._one_pass = self._one_pass is not False and current.step.tape.had_one_pass
             self._verifier.check(current.step.tape, gradients)
-        paid, reference = self._match(current, Reference(gradients, loss))
+        paid, reference = self._match(current, Reference(gradients, loss, scale))
         if paid is None or paid.step.num_examples == 0:
             return self._report(lag)
         if paid.begun_with_other(gradients):
@@ -249,6 +256,8 @@ class InLoop:
             paid.release()
             return self._report(lag, dropped=_CHANGED_GRADIENTS)
         rewards_N = self.reward(paid.step, reference)
+        if self.reward.needs_tape:
+            rewards_N = rewards_N / (paid.scale * reference.scale)
         self._paid_since_saved = True
         paid.release()
         if not bool(rewards_N.isfinite().all()):
@@ -353,6 +362,12 @@ class InLoop:
         self._recorder.remove()
         self._drop_pending()
         self._sampler.waiting = []
+
+    def __reduce__(self) -> Any:
+        raise UsageError(
+            "A learner cannot be copied or pickled: it has hooks on its model. Fix: save learner.state_dict(), and load it into a new "
+            "InLoop. (The model can be copied and pickled; copies have no learner.)"
+        )
 
     def __enter__(self) -> "InLoop":
         return self

@@ -28,19 +28,26 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What step t is judged by: a gradient, by parameter name, and a loss."""
+    """What step t is judged by: a gradient, by parameter name, and a loss.
+
+    Attributes:
+        scale: What the gradient is multiplied with.
+    """
 
     direction: Direction
     loss: float
+    scale: float = 1.0
 
     def detached(self) -> "Reference":
         """A copy that outlives the step's gradients."""
         return Reference(
-            {name: None if g is None else g.detach().clone() for name, g in self.direction.items()}, self.loss
+            {name: None if g is None else g.detach().clone() for name, g in self.direction.items()},
+            self.loss,
+            self.scale,
         )
 
     def state_dict(self) -> dict[str, Any]:
-        return {"direction": dict(self.direction), "loss": self.loss}
+        return {"direction": dict(self.direction), "loss": self.loss, "scale": self.scale}
 
 
 def held_out_reference(model: nn.Module, held_out_loss: Callable[[], Tensor], with_gradient: bool = True) -> Reference:

@@ -26,6 +26,19 @@ def as_number(loss: Tensor | float) -> float:
     return float(loss)
 
 
+def scale_of(scaler: torch.amp.GradScaler | None) -> float:
+    """What a scaler has multiplied the loss with."""
+    if scaler is None or not scaler.is_enabled():
+        return 1.0
+    states = getattr(scaler, "_per_optimizer_states", {}).values()
+    if any(getattr(state.get("stage"), "name", "READY") != "READY" for state in states):
+        raise UsageError(
+            "learner.step(loss, scaler=scaler) was called after scaler.unscale_ or scaler.step, which change the gradients. Fix: call "
+            "it right after scaler.scale(loss).backward()."
+        )
+    return float(scaler.get_scale())
+
+
 def gradient_norm(gradients: Direction) -> float:
     """‖g‖ over all parameters: one pass that shows gradients that are gone (zero) or broken (not finite)."""
     return float(get_total_norm([_values(gradient) for gradient in gradients.values() if gradient is not None]))
@@ -53,7 +66,8 @@ def refuse_missing_gradients(tape: Tape | None, gradients: Direction, norm: floa
     if tape is not None and recorded and norm == 0 and is_cleared(gradients) and _has_gradient(tape, gradients):
         raise UsageError(
             "A backward pass was recorded but the gradients are gone: they were cleared before learner.step. "
-            "Fix: call optimizer.zero_grad() after learner.step(loss) and optimizer.step()."
+            "Fix: call optimizer.zero_grad() after learner.step(loss) and optimizer.step(). (Optimizers that step within the backward "
+            "pass leave no gradients to align with, and are not supported.)"
         )
     if all(gradient is None for gradient in gradients.values()):
         raise UsageError(
@@ -63,7 +77,8 @@ def refuse_missing_gradients(tape: Tape | None, gradients: Direction, norm: floa
     if tape is not None and not recorded:
         raise UsageError(
             "No layer of the model took part in a recorded forward and backward pass since the last step. Fix: run both "
-            "between learner.sample(n) and learner.step(loss), outside learner.paused(), on the model that the learner has."
+            "between learner.sample(n) and learner.step(loss), outside learner.paused(), on the model that the learner has. If it "
+            "is compiled and was run before the learner was made, call torch.compiler.reset() once: compiled code has no hooks."
         )
 
 

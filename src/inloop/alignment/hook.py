@@ -2,9 +2,16 @@
 
 import weakref
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 Owner = TypeVar("Owner")
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def not_compiled(function: Function) -> Function:
+    """Marks a hook that torch.compile must leave as it is, as ``torch.compiler.disable`` does, which takes a second to import."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
 
 
 def _do_nothing(*_: object) -> None:

@@ -8,7 +8,12 @@ from torch import Tensor, nn
 
 from inloop.alignment.call import LayerCall
 from inloop.alignment.per_example import CONVOLUTION, GROUP_NORM, LAYER_NORM, LINEAR, RMS_NORM
-from inloop.alignment.rules import affine_in_parameters, alignment_rule, linear_in_parameters
+from inloop.alignment.rules import (
+    affine_in_parameters,
+    alignment_rule,
+    alignment_rule_by_name,
+    linear_in_parameters,
+)
 
 
 def _channels_and_space(layer: nn.Module) -> int:
@@ -84,3 +89,9 @@ def align_embedding(call: LayerCall, direction: Mapping[str, Tensor]) -> Tensor:
 def align_embedding_bag(call: LayerCall, direction: Mapping[str, Tensor]) -> Tensor:
     """``<dout_i, sum or mean of g over bag i>``; the bag leaves its padding out by itself."""
     return call.dot(call.run(direction, max_norm=None))
+
+
+# Hugging Face's own layers. Its many RMSNorms scale by the weight or by one and the weight; both are affine.
+alignment_rule_by_name("transformers", "Conv1D", ("weight", "bias"), linear_in_parameters)
+alignment_rule_by_name("transformers", "RMSNorm", ("weight",), affine_in_parameters)
+alignment_rule_by_name("transformers", "T5LayerNorm", ("weight",), linear_in_parameters)

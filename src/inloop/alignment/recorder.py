@@ -20,7 +20,7 @@ from inloop.alignment.black_box import BLACK_BOX, BlackBoxState, fingerprint, ra
 from inloop.alignment.call import Autocast, LayerCall, detached, tensors_in, versions_of
 from inloop.alignment.early import EarlyAlignment
 from inloop.alignment.fused import can_fuse, fuse
-from inloop.alignment.hook import Hook
+from inloop.alignment.hook import Hook, not_compiled
 from inloop.alignment.layout import Layout, Layouts
 from inloop.alignment.output_hook import hook_gradient
 from inloop.alignment.plan import Plan, Site
@@ -124,6 +124,7 @@ class _AfterGradient:
         self.recorder = weakref.ref(recorder)
         self.name = name
 
+    @not_compiled
     def __call__(self, parameter: Tensor) -> None:
         recorder = self.recorder()
         if recorder is None:
@@ -150,6 +151,7 @@ class _LayerHook(Hook[Recorder]):
 class _BeforeForward(_LayerHook):
     """Keeps, for a black box, what its forward pass may change or consume: parameters, buffers, random state."""
 
+    @not_compiled
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tape, name = self.tape(), self.site.name
         if tape is None or not self.site.trainable():
@@ -180,6 +182,7 @@ class _BeforeForward(_LayerHook):
 class _AfterForward(_LayerHook):
     """Waits on the layer's output for its gradient."""
 
+    @not_compiled
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         tape, site = self.tape(), self.site
         if tape is None:
@@ -223,7 +226,7 @@ class _AfterForward(_LayerHook):
         assert recorder is not None
         args, kwargs = detached(inputs, recorder.copy_inputs)
         rule = self.site.rule
-        if not any(tensor.requires_grad for tensor in tensors_in(inputs)):
+        if not any(tensor.grad_fn is not None for tensor in tensors_in(inputs)):
             tape.is_first(module.parameters())
         call = LayerCall(
             name=self.site.name,

@@ -141,11 +141,28 @@ def _replay(described: _Described, call: LayerCall, visit: Callable[[LayerCall],
             outputs = checked(call, tensors_in(model(*call.args, **call.kwargs)))
         output = outputs[call.output_index]
         del outputs
-        # The backward pass goes as far as the first layers' parameters, and leaves out the gradients of all others.
-        torch.autograd.grad(output, tape.first_parameters, call.dout, allow_unused=True)
+        if tape.first_parameters and not _is_checkpointed_reentrantly(output):
+            # The backward pass goes as far as the first layers' parameters, and leaves out the gradients of all others.
+            torch.autograd.grad(output, tape.first_parameters, call.dout, allow_unused=True)
+        else:
+            torch.autograd.backward(output, call.dout)  # into the twin, which is forgotten
         for black_box in tape.black_boxes:
             visit(black_box)
         recorder.remove()
+
+
+def _is_checkpointed_reentrantly(output: Tensor) -> bool:
+    """Whether there is a checkpoint in the graph that only a whole backward pass can go through."""
+    seen, waiting = set(), [output.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == "CheckpointFunctionBackward":
+            return True
+        seen.add(node)
+        waiting.extend(function for function, _ in node.next_functions)
+    return False
 
 
 class _VisitedTape(Tape):

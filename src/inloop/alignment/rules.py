@@ -106,6 +106,25 @@ def alignment_rule(
     return register
 
 
+_RULES_BY_NAME: list[tuple[str, str, Rule]] = []
+
+
+def alignment_rule_by_name(package: str, suffix: str, parameters: tuple[str, ...], align: AlignFunction) -> None:
+    """Register how layers of another package are aligned, without importing it: those whose class's name ends in ``suffix``."""
+    _RULES_BY_NAME.append(
+        (package, suffix, Rule(align, frozenset(parameters), lambda layer: 1, lambda layer: True, False))
+    )
+
+
+def _named_rule(layer: nn.Module) -> Rule | None:
+    kind = type(layer)
+    for package, suffix, rule in _RULES_BY_NAME:
+        if kind.__module__.startswith(f"{package}.") and kind.__name__.endswith(suffix):
+            owned = {name for name, value in layer._parameters.items() if value is not None}
+            return rule if owned <= rule.parameters and not _has_children_with_parameters(layer) else None
+    return None
+
+
 def rule_for(layer: nn.Module) -> Rule | None:
     """The rule of the layer's type, if the layer really behaves like its type; None otherwise.
 
@@ -113,7 +132,9 @@ def rule_for(layer: nn.Module) -> Rule | None:
     a child: a parametrization such as weight_norm keeps Linear's forward and moves the weight there.
     """
     layer_type = next((known for known in type(layer).__mro__ if known in _RULES), None)
-    if layer_type is None or not _keeps_behaviour(type(layer), layer_type):
+    if layer_type is None:
+        return _named_rule(layer)
+    if not _keeps_behaviour(type(layer), layer_type):
         return None
     rule = _RULES[layer_type]
     # A weight that is a buffer or a plain attribute would be a constant that the direction does not replace.

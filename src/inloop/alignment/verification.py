@@ -84,7 +84,7 @@ def _what_is_wrong(name: str, total: float, norm: float) -> str:
         cause = (
             "What usually is the reason: gradients were not cleared after the step before (optimizer.zero_grad()), or changed "
             "before they were looked at (clipping, scaling); a backward or autograd.grad call that is not part of the step (put "
-            "it into learner.paused()); a loss that reaches the parameter past the examples (a penalty on weights belongs in the "
+            "it into learner.paused()), as SAM's first pass or all but the last of LBFGS's closure; a loss that reaches the parameter past the examples (a penalty on weights belongs in the "
             "optimizer). If you mean it, pass verify=False."
         )
     return (

@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from inloop.alignment.black_box import BLACK_BOX, fingerprint
 from inloop.alignment.call import Autocast, LayerCall, versions_of
-from inloop.alignment.hook import Hook
+from inloop.alignment.hook import Hook, not_compiled
 from inloop.alignment.layout import Layouts, layouts_of
 from inloop.alignment.operation import Operation, Recipe, local_names
 from inloop.alignment.output_hook import hook_gradient
@@ -111,8 +111,7 @@ class Watch:
             return
         self.found = True
         used = {name: self._parameters[name] for name in names}
-        if not any(tensor.requires_grad for tensor in data):
-            tape.is_first(used.values())
+        tape.is_first(used.values())
         with torch.no_grad():
             layer = Operation(recipe, {name: value.detach().clone() for name, value in used.items()})
         args = tuple(tensor.detach() for tensor in data)
@@ -146,12 +145,14 @@ def _not_recorded(model: nn.Module, plan: Plan) -> list[nn.Module]:
 
 
 class _EnterModel(Hook[Watch]):
+    @not_compiled
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if (watch := self.owner()) is not None and torch.is_grad_enabled():
             watch.enter_model(module, (args, kwargs))
 
 
 class _LeaveModel(Hook[Watch]):
+    @not_compiled
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if (watch := self.owner()) is not None:
             watch.leave_model()
@@ -162,12 +163,14 @@ class _EnterLayer(Hook[Watch]):
         super().__init__(watch)
         self.site = site
 
+    @not_compiled
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         watch = self.owner()
         return None if watch is None else watch.enter_layer(self.site, (args, kwargs))
 
 
 class _LeaveLayer(Hook[Watch]):
+    @not_compiled
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if (watch := self.owner()) is not None:
             watch.leave_layer()

@@ -11,6 +11,7 @@ from pathlib import Path
 from inloop import __version__
 from inloop.cli.augment import add_augment
 from inloop.cli.bench import add_bench
+from inloop.cli.check import add_check
 from inloop.cli.splits import add_splits
 from inloop.errors import InloopError, UsageError
 
@@ -41,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     add_splits(run)
     add_augment(run)
     add_bench(commands)
+    add_check(commands)
     report = commands.add_parser("report", help="write a page on the runs in a folder")
     report.add_argument("folder", type=Path, metavar="DIR", help="a folder with one or more runs")
     report.set_defaults(run=_report)

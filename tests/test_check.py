@@ -1,0 +1,162 @@
+"""``inloop check``: a table of every parameter, right or wrong, and what to do."""
+
+import json
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import inloop
+from inloop.alignment import linear_in_parameters
+from inloop.alignment.rules import _RULES
+from inloop.cli import main
+from tests.alignment.architectures import ARCHITECTURES
+
+
+def classify(model, batch):
+    x, y = batch
+    return F.cross_entropy(model(x), y, reduction="none")
+
+
+def small(*layers, features=8):
+    return nn.Sequential(*layers), (torch.randn(16, features), torch.randint(3, (16,))), classify
+
+
+def test_a_model_that_is_exact():
+    model, batch, losses = small(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    before = [p.clone() for p in model.parameters()]
+    report = inloop.check(model, batch, losses)
+    assert report.ok
+    assert report.max_relative_error < 1e-9
+    assert report.dtype == "float64"
+    assert [row.parameter for row in report.rows] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert all(row.exact and row.rule == "Linear" for row in report.rows)
+    assert sum(row.cost for row in report.rows) == pytest.approx(1)
+    assert sum(row.bytes_per_example for row in report.rows) == pytest.approx(8 * (8 + 16 + 16 + 3))
+    assert all(p.grad is None and torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_architectures(name):
+    torch.manual_seed(0)
+    model, inputs = ARCHITECTURES[name]()
+    report = inloop.check(model, inputs, lambda model, inputs: model(*inputs).flatten(1).square().sum(1))
+    assert report.ok, report.problems
+    assert report.max_relative_error < 1e-9
+
+
+def test_batchnorm_is_a_warning():
+    report = inloop.check(*small(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)))
+    assert report.ok
+    assert "BatchNorm in training mode" in report.warnings[0]
+    assert [row.note for row in report.rows if not row.rule] == [
+        "not counted; pass batchnorm_affine=True to count it"
+    ] * 2
+
+
+def test_examples_that_interact_are_wrong():
+    def contrast(model, x):
+        z = F.normalize(model(x), dim=1)
+        return F.cross_entropy(z @ z.T, torch.arange(len(x)).roll(1), reduction="none")
+
+    report = inloop.check(nn.Sequential(nn.Linear(8, 4)), torch.randn(16, 8), contrast)
+    assert not report.ok
+    assert report.max_relative_error > 0.01
+    assert "examples interact" in report.problems[0]
+
+
+def test_a_wrong_rule_is_found():
+    class Twice(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    inloop.alignment_rule(Twice)(lambda call, direction: linear_in_parameters(call, direction).roll(1))
+    try:
+        report = inloop.check(*small(nn.Linear(8, 4), Twice(4, 3)))
+    finally:
+        del _RULES[Twice]
+    assert [row.parameter for row in report.rows if not row.exact] == ["1.weight", "1.bias"]
+
+
+def test_what_cannot_be_aligned_is_a_problem():
+    model = nn.Sequential(nn.EmbeddingBag(9, 4, scale_grad_by_freq=True, mode="sum"), nn.Linear(4, 3))
+    report = inloop.check(model, (torch.randint(9, (16, 5)), torch.randint(3, (16,))), classify)
+    assert not report.ok
+    assert "scale_grad_by_freq" in report.problems[0]
+    assert report.as_dict()["max_relative_error"] is None
+
+
+def test_frozen_unused_and_left_out_parameters_are_named():
+    model, batch, losses = small(nn.Linear(8, 4), nn.Linear(4, 3))
+    model[0].weight.requires_grad_(False)
+    model.spare = nn.Linear(2, 2)
+    model.forward = None
+    report = inloop.check(_Uses(model[0], model[1], model.spare), batch, losses, layers=["second", "unused"])
+    notes = {row.parameter: row.note for row in report.rows}
+    assert notes["first.weight"] == "frozen"
+    assert notes["first.bias"] == "not counted (layers=)"
+    assert notes["unused.weight"] == "has no part in the loss"
+    assert report.ok
+
+
+class _Uses(nn.Module):
+    def __init__(self, first, second, unused):
+        super().__init__()
+        self.first, self.second, self.unused = first, second, unused
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+@pytest.mark.parametrize(
+    ("batch", "losses", "message"),
+    [
+        (torch.randn(4, 8), lambda model, x: model(x).sum(), r"gave shape \(\)"),
+        (torch.randn(4, 8), lambda model, x: 3, "gave int"),
+        (torch.randn(1, 8), lambda model, x: model(x).sum(1), "one example"),
+    ],
+)
+def test_losses_that_are_not_one_for_each_example_are_refused(batch, losses, message):
+    with pytest.raises(inloop.InloopError, match=message):
+        inloop.check(nn.Linear(8, 3), batch, losses)
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    (tmp_path / "mine_to_check.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "def good():\n    return nn.Linear(3, 2), torch.randn(8, 3), lambda m, x: m(x).sum(1)\n"
+        "def coupled():\n    return nn.Linear(3, 2), torch.randn(8, 3), lambda m, x: m(x).sum(1) * m(x).sum()\n"
+        "def number():\n    return 3\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    sys.modules.pop("mine_to_check", None)
+
+
+def test_the_command(project, capsys):
+    assert main(["check", "mine_to_check:good"]) == 0
+    shown = capsys.readouterr().out
+    assert "weight" in shown
+    assert "exact" in shown
+    assert main(["check", "mine_to_check:coupled"]) == 1
+    assert "examples interact" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_command_for_scripts(project, capsys):
+    assert main(["check", "mine_to_check:good", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"]
+    assert report["max_relative_error"] < 1e-9
+    assert {row["parameter"] for row in report["rows"]} == {"weight", "bias"}
+
+
+@pytest.mark.parametrize(
+    "target", ["mine_to_check", "mine_to_check:nothing", "no_such_module:good", "mine_to_check:number", ":good"]
+)
+def test_targets_that_are_none_are_refused(target, project, capsys):
+    assert main(["check", target]) == 2
+    assert "inloop:" in capsys.readouterr().err
