@@ -164,8 +164,7 @@ def why() -> str:
     """How much OLA augments in the course of training, and how well it fits the training images."""
     at = (1, 5, 10, 25, 50)
     lines = [
-        f"| | operations an image, after epoch {', '.join(map(str, at))} | loss on training images at the end | accuracy and operations, "
-        "correlation over seeds |",
+        f"| | operations an image, after epoch {', '.join(map(str, at))} | loss at the end, training images | its correlation with accuracy |",
         "|---|---|---|---|",
     ]
     for name, label in ARMS.items():
