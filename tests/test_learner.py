@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from inloop import Bernoulli, Categorical, InLoop, Mixture, MixturePolicy, Product
+from inloop import learner as learner_module
 from inloop.alignment.oracles import align_by_loss
 from inloop.errors import BatchSizeError, OverwrittenTensorError, UnsupportedLayerError, UsageError, VerificationError
 from inloop.reinforce import normalise
@@ -908,3 +909,13 @@ def test_mixture_and_learner_draw_independently_without_arguments():
     mixture, learner = Mixture(sources), InLoop(make_net(), MixturePolicy(3))
     (drawn,) = mixture.draw(learner.sample(6000))
     assert len(drawn.unique()) == 300
+
+
+def test_batchnorm_is_warned_of_once(caplog):
+    learner_module._warn_once.cache_clear()
+    for _ in range(2):
+        InLoop(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), MixturePolicy(2)).close()
+    assert len([line for line in caplog.messages if "mixes the examples" in line]) == 1
+    learner_module._warn_once.cache_clear()
+    InLoop(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval(), MixturePolicy(2)).close()
+    assert len([line for line in caplog.messages if "mixes the examples" in line]) == 1

@@ -165,6 +165,29 @@ def added_and_written_in_place():
 
 
 @architecture
+def written_into_a_fresh_tensor():
+    def forward(m, x):
+        both = torch.zeros(len(x), T + 1, D, dtype=x.dtype)
+        both[:, 1:] = m.first(x)
+        both[:, 0] = m.token
+        return m.head(torch.tanh(both))
+
+    return Model(forward, first=nn.Linear(D, D), token=torch.randn(D), head=nn.Linear(D, 3)), (sequences(),)
+
+
+@architecture
+def largest_of_shifted_and_split_parameters():
+    def forward(m, x):
+        shift, scale = m.both.chunk(2)
+        values, _ = (m.first(x) * scale).add(shift).max(dim=1)
+        best, _ = torch.max(x + m.bias.T, dim=1)
+        return m.head(torch.cat([values, best], dim=1))
+
+    parts = {"both": torch.randn(2 * D), "bias": torch.randn(D, 1)}
+    return Model(forward, first=nn.Linear(D, D), head=nn.Linear(2 * D, 9), **parts), (sequences(),)
+
+
+@architecture
 def dropout_on_positions():
     forward = lambda m, x: m.head(torch.tanh(m.first(x) + F.dropout(m.positions, 0.5)))  # noqa: E731
     return Model(forward, first=nn.Linear(D, D), head=nn.Linear(D, 3), positions=torch.randn(T, D)), (sequences(),)
@@ -367,6 +390,32 @@ def positions_first_and_as_many_as_examples():
         return m.head(x.mean(0))
 
     return Model(forward, first=nn.Linear(D, D), second=nn.Linear(D, D), head=nn.Linear(D, 3)), (torch.randn(N, N, D),)
+
+
+def _positions_first_with_bare_positions(length: int) -> tuple[nn.Module, tuple[Any, ...]]:
+    def forward(m, x):
+        x = m.first(x.transpose(0, 1)) + m.positions
+        return m.head(torch.tanh(x)).mean(0)
+
+    parts = {"first": nn.Linear(D, D), "positions": torch.randn(length, 1, D), "head": nn.Linear(D, 3)}
+    return Model(forward, **parts), (torch.randn(N, length, D),)
+
+
+ARCHITECTURES |= {
+    "bare positions, positions first": lambda: _positions_first_with_bare_positions(T),
+    "bare positions, positions first and as many as examples": lambda: _positions_first_with_bare_positions(N),
+}
+
+
+@architecture
+def learned_queries_with_examples_second():
+    def forward(m, x):
+        x = x.transpose(0, 1)
+        queries = m.queries.unsqueeze(1).expand(-1, x.shape[1], -1)
+        return m.head(m.attention(queries, x, x)[0]).transpose(0, 1)
+
+    attention = nn.MultiheadAttention(D, 2)
+    return Model(forward, queries=torch.randn(2, D), attention=attention, head=nn.Linear(D, 50)), (sequences(),)
 
 
 @architecture

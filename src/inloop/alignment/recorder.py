@@ -21,11 +21,14 @@ from inloop.alignment.call import Autocast, LayerCall, detached, tensors_in, ver
 from inloop.alignment.early import EarlyAlignment
 from inloop.alignment.fused import can_fuse, fuse
 from inloop.alignment.hook import Hook, not_compiled
-from inloop.alignment.layout import Layout, Layouts
+from inloop.alignment.layout import OPERATION, Layout, Layouts
+from inloop.alignment.operation import Operation, local_names
 from inloop.alignment.output_hook import hook_gradient
 from inloop.alignment.plan import Plan, Site
+from inloop.alignment.probe import layouts_of
 from inloop.alignment.spare import Spare
 from inloop.alignment.tape import Reduction, Retention, Tape
+from inloop.alignment.trace import Use
 from inloop.alignment.twin import make_twin, reparametrizing_hooks
 from inloop.alignment.watch import Watch
 from inloop.errors import UnsupportedLayerError
@@ -75,14 +78,24 @@ class Recorder:
 
         if not any(site.rule.visit_layers for site in plan.sites):
             # Until a step has shown that there is no need for it.
-            recorder = weakref.ref(self)
-            self._watch = Watch(model, plan, lambda: None if (owner := recorder()) is None else owner.tape, layouts)
+            operations = _Operations(self)
+            find = None if layouts is not None else lambda model, inputs: layouts_of(model, plan, inputs)
+            self._watch = Watch(model, plan, operations.are_recorded, operations.record, find)
+            self._watch.layouts = self._layouts
             handles.extend(self._watch.handles)
 
     def layout(self, site: Site, index: int, output: Tensor) -> Layout:
         """Where the examples are in an output: as was found by trying, or as the module says of itself."""
-        layouts = self._layouts if self._watch is None else self._watch.layouts
-        return layouts.get((site.name, index)) or Layout(site.batch_axis(index, output))
+        return self.layouts.get((site.name, index)) or Layout(site.batch_axis(index, output))
+
+    @property
+    def layouts(self) -> Layouts:
+        return self._layouts if self._watch is None else self._watch.layouts
+
+    @property
+    def num_examples(self) -> int | None:
+        """Of the pass that is running, as far as it is watched."""
+        return None if self._watch is None else self._watch.num_examples
 
     @property
     def follows_operations(self) -> bool:
@@ -183,7 +196,9 @@ class _AfterForward(_LayerHook):
     """Waits on the layer's output for its gradient."""
 
     @not_compiled
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
+        """``rest`` is (kwargs, output), or the output alone from code that was compiled before there were hooks."""
+        kwargs, output = rest if len(rest) == 2 else ({}, *rest)
         tape, site = self.tape(), self.site
         if tape is None:
             return None
@@ -272,6 +287,53 @@ class _AfterForward(_LayerHook):
                 f"'{self.site.name}' ({type(module).__name__}) was called with {got}; one axis more than the {dims} of a single "
                 "example is needed, examples first. Fix: pass a padded batch, x.unsqueeze(0) for a single example."
             )
+
+
+class _Operations:
+    """Records what happens to parameters outside of layers' calls."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = weakref.ref(recorder)
+
+    def are_recorded(self) -> bool:
+        recorder = self._recorder()
+        return recorder is not None and recorder.tape is not None
+
+    def record(self, use: Use, parameters: dict[str, Tensor], number: int) -> None:
+        recorder = self._recorder()
+        if recorder is None or recorder.tape is None:
+            return
+        tape, out = recorder.tape, use.out
+        layout = recorder.layouts.get((OPERATION, number), Layout())
+        self._refuse_shared(use, layout, recorder.num_examples)
+        tape.is_first(parameters.values())
+        args = tuple(tensor.detach() for tensor in use.data)
+        whose = layout.example_of_row(out.shape[layout.axis])
+        call = LayerCall(
+            name=f"{use.names[0]} {use.where}",
+            layer=Operation(use.recipe, {name: value.detach().clone() for name, value in parameters.items()}),
+            rule=BLACK_BOX,
+            parameter_names=local_names(use.names),
+            args=args,
+            kwargs={},
+            autocast=Autocast.current(out.device.type),
+            batch=tape.batch,
+            versions=versions_of(args),
+            fingerprints=(fingerprint(out),),
+            example_of_row=None if whose is None else whose.to(out.device),
+        )
+        hook_gradient(out, tape.wait_for_gradient(call, batch_axis=layout.axis))
+
+    @staticmethod
+    def _refuse_shared(use: Use, layout: Layout, num_examples: int | None) -> None:
+        shape = tuple(use.out.shape)
+        if shape and (num_examples is None or shape[layout.axis] == layout.fold * num_examples):
+            return
+        raise UnsupportedLayerError(
+            f"Parameter '{use.names[0]}' meets the data {use.where}, in a tensor of shape {shape}, in which the {num_examples} examples "
+            "cannot be found on the first axis. Fix: give it a row for each example, as in queries.expand(N, -1, -1), put the "
+            "operation into a small module of its own, or leave the parameter out with layers=."
+        )
 
 
 def _example_of_row(inputs: tuple[Any, ...]) -> Tensor | None:

@@ -19,8 +19,9 @@ from torch.utils._pytree import tree_map_only
 from inloop.alignment.batch_size import AnyCall, batch_sizes
 from inloop.alignment.black_box import checked, randomness_of
 from inloop.alignment.call import LayerCall, tensors_in
-from inloop.alignment.layout import Layouts, layouts_of
+from inloop.alignment.layout import Layouts
 from inloop.alignment.plan import Plan, Site
+from inloop.alignment.probe import layouts_of
 from inloop.alignment.recorder import Recorder
 from inloop.alignment.rules import Rule
 from inloop.alignment.tape import Tape

@@ -9,6 +9,7 @@ Layers called with data are recorded by their own hooks; what happens inside of 
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,9 +18,26 @@ from torch.overrides import TorchFunctionMode
 
 from inloop.alignment.black_box import random_state
 from inloop.alignment.operation import Recipe, Value, is_in_place, is_random_factory
-from inloop.errors import UnsupportedLayerError
 
-Record = Callable[[Recipe, list[Tensor], list[str], Tensor], None]
+Record = Callable[["Use"], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Use:
+    """Where parameters meet the data.
+
+    Attributes:
+        recipe: How the output follows from parameters and data.
+        data: The tensors of the recipe that are no parameters.
+        names: The parameters in it.
+        where: In words.
+    """
+
+    recipe: Recipe
+    data: list[Tensor]
+    names: list[str]
+    out: Tensor
+    where: str
 
 
 class Constant:
@@ -34,17 +52,12 @@ class Tracer(TorchFunctionMode):
 
     Args:
         names: Parameter -> its canonical name, by identity.
-        record: Called with the recipe of an operation that mixes derived tensors with data, the data, the names of the parameters
-            and the output.
-
-    Attributes:
-        found: Whether anything had to be recorded.
+        record: Called with every use of parameters outside of layers' calls.
     """
 
     def __init__(self, model: nn.Module, names: dict[int, str], num_examples: int | None, record: Record) -> None:
         super().__init__()
         self._record, self._names, self._num_examples = record, names, num_examples
-        self._model = model
         self._known: dict[int, tuple[Tensor, Recipe | Value | Constant]] = {}
         self._inside = 0  # layers that are recorded as a whole
         for parameter in model.parameters():
@@ -90,13 +103,7 @@ class Tracer(TorchFunctionMode):
         self.enter_layer()
         copy = tensor.clone()
         self.leave_layer()
-        if copy.dim() == 0 or len(copy) != self._num_examples:
-            raise UnsupportedLayerError(
-                f"'{layer}' was called with data and with a tensor of shape {tuple(copy.shape)} that is made of parameters "
-                f"('{next(iter(names))}') and shared by all examples. Fix: give it a row for each of the {self._num_examples} examples, "
-                "as in queries.expand(N, -1, -1), so that each example's part in its gradient can be told."
-            )
-        self._record(recipe, data, list(names), copy)
+        self._record(Use(recipe, data, list(names), copy, f"as an input of '{layer}'"))
         return copy
 
     def _kind(self, tensor: Tensor) -> Recipe | Value | Constant | None:
@@ -117,24 +124,32 @@ class Tracer(TorchFunctionMode):
             result = function(*args, **kwargs)
             if None not in kinds and not is_random_factory(function):
                 self._remember(result, None)
+            elif is_in_place(function):
+                self._known.pop(id(given[0]), None)  # data was written into it
             return result
         in_place = is_in_place(function)
         # What is written into cannot be read again afterwards; a copy is what the operation will be repeated with.
         before = given[0].detach().clone() if in_place else None
-        state = random_state(given[0].device)
+        state = {} if _is_attribute(function) else random_state(given[0].device)
         result = function(*args, **kwargs)
         written = args[0] if in_place else result
         if not any(out.requires_grad for out in _tensors(written)):
             if None not in kinds:
                 self._remember(written, None)
             return result
-        now = random_state(given[0].device)
+        now = random_state(given[0].device) if state else {}
         drew = any(not torch.equal(state[name], now[name]) for name in state)
         recipe, data, names = self._recipe(function, args, kwargs, in_place, before, state if drew else None)
         if not data:
             self._remember(written, recipe)
-        else:
-            self._mixed(recipe, data, names, written)
+            return result
+        if in_place:
+            self._known.pop(id(written), None)
+        outputs = list(enumerate(written)) if isinstance(written, tuple | list) else [(None, written)]
+        for index, out in outputs:
+            if isinstance(out, Tensor) and out.requires_grad:
+                one = recipe if index is None else _output(recipe, index)
+                self._record(Use(one, data, names, out, f"in the operation '{recipe.name}'"))
         return result
 
     def _remember(self, result: Any, recipe: Recipe | None) -> None:
@@ -146,17 +161,6 @@ class Tracer(TorchFunctionMode):
                 if recipe is not None and out.requires_grad:
                     kind = _output(recipe, index) if several else recipe
                 self._known[id(out)] = out, kind
-
-    def _mixed(self, recipe: Recipe, data: list[Tensor], names: list[str], result: Any) -> None:
-        outputs = [out for out in _tensors(result) if out.requires_grad]
-        for index, out in enumerate(outputs):
-            if out.dim() == 0 or (self._num_examples is not None and len(out) != self._num_examples):
-                raise UnsupportedLayerError(
-                    f"Parameter '{names[0]}' meets the data in the operation '{recipe.name}', whose output has the shape "
-                    f"{tuple(out.shape)}; its first axis must count the {self._num_examples} examples. Fix: keep examples on the "
-                    "first axis there, put the operation into a small module of its own, or leave the parameter out with layers=."
-                )
-            self._record(_output(recipe, index) if len(outputs) > 1 else recipe, data, names, out)
 
     def _recipe(
         self,
@@ -199,6 +203,11 @@ class Tracer(TorchFunctionMode):
     def _closed(recipe: Recipe, slots: list[Tensor]) -> Recipe:
         """With its constants in it, until it meets data."""
         return _map_recipe(recipe, lambda value: slots[value.source] if isinstance(value.source, int) else value)
+
+
+def _is_attribute(function: Callable[..., Any]) -> bool:
+    """Reading x.shape or x.T is a call, too; it draws no random numbers."""
+    return getattr(function, "__name__", "") == "__get__"
 
 
 def _output(recipe: Recipe, index: int) -> Recipe:

@@ -8,37 +8,40 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from inloop.alignment.black_box import BLACK_BOX, fingerprint
-from inloop.alignment.call import Autocast, LayerCall, versions_of
 from inloop.alignment.hook import Hook, not_compiled
-from inloop.alignment.layout import Layouts, layouts_of
-from inloop.alignment.operation import Operation, Recipe, local_names
-from inloop.alignment.output_hook import hook_gradient
+from inloop.alignment.layout import Layouts
 from inloop.alignment.plan import Plan, Site
-from inloop.alignment.tape import Tape
-from inloop.alignment.trace import Tracer, first_length
+from inloop.alignment.trace import Tracer, Use, first_length
 
 
 class Watch:
     """What is known during one forward pass of the model, between its hooks.
 
     Args:
-        tape: Gives the tape that is being recorded, if any.
-        layouts: If they are known already.
+        is_active: Whether passes are watched at the moment.
+        record: Called with each use of parameters outside of layers' calls, the parameters by name, and its number in the pass.
+        find_layouts: Says of a model and its inputs where the examples are in its outputs; None if that is known already.
 
     Attributes:
         found: Whether any parameter was seen outside of a layer's call with data.
         layouts: Where the examples are in the layers' outputs, if not on the first axis.
+        num_examples: Of the pass, as its first input says.
     """
 
     def __init__(
-        self, model: nn.Module, plan: Plan, tape: Callable[[], Tape | None], layouts: Layouts | None = None
+        self,
+        model: nn.Module,
+        plan: Plan,
+        is_active: Callable[[], bool],
+        record: Callable[[Use, dict[str, Tensor], int], None],
+        find_layouts: Callable[[nn.Module, Any], Layouts] | None = None,
     ) -> None:
         self.found = bool(plan.bare)
-        self._plan, self._tape = plan, tape
+        self.layouts: Layouts = {}
+        self.num_examples: int | None = None
+        self._plan, self._is_active, self._record, self._find_layouts = plan, is_active, record, find_layouts
         self._tracer: Tracer | None = None
-        self.layouts: Layouts = layouts or {}
-        self._must_try = layouts is None
+        self._num_uses = 0
         self._layers: list[bool] = []  # those that are running: whether they are recorded as a whole
         self._parameters: dict[str, Tensor] = {}
         self.handles: list[RemovableHandle] = []
@@ -62,18 +65,18 @@ class Watch:
         return bool(self._layers) and not self._layers[-1]
 
     def enter_model(self, model: nn.Module, inputs: Any) -> None:
-        if self._tracer is not None or self._tape() is None:
+        if self._tracer is not None or not self._is_active():
             return
-        if self._must_try:
-            self.layouts = layouts_of(model, self._plan, inputs)
+        if self._find_layouts is not None:
+            self.layouts = self._find_layouts(model, inputs)
         counted = self._plan.counted()
-        self._parameters = {
-            self._plan.aliases[name]: parameter
-            for name, parameter in model.named_parameters()
-            if self._plan.aliases[name] in counted
-        }
-        names = {id(parameter): name for name, parameter in self._parameters.items()}
-        self._tracer = Tracer(model, names, first_length(inputs), self._record)
+        names: dict[int, str] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if (canonical := self._plan.aliases[name]) in counted:
+                names[id(parameter)] = canonical
+                self._parameters[canonical] = parameter
+        self.num_examples, self._num_uses = first_length(inputs), 0
+        self._tracer = Tracer(model, names, self.num_examples, self._use)
         self._tracer.__enter__()  # type: ignore[no-untyped-call]
 
     def leave_model(self) -> None:
@@ -105,29 +108,10 @@ class Watch:
         if self._tracer is not None and self._layers and self._layers.pop():
             self._tracer.leave_layer()
 
-    def _record(self, recipe: Recipe, data: list[Tensor], names: list[str], out: Tensor) -> None:
-        tape = self._tape()
-        if tape is None or not out.requires_grad:
-            return
+    def _use(self, use: Use) -> None:
         self.found = True
-        used = {name: self._parameters[name] for name in names}
-        tape.is_first(used.values())
-        with torch.no_grad():
-            layer = Operation(recipe, {name: value.detach().clone() for name, value in used.items()})
-        args = tuple(tensor.detach() for tensor in data)
-        call = LayerCall(
-            name=f"{names[0]} in {recipe.name}",
-            layer=layer,
-            rule=BLACK_BOX,
-            parameter_names=local_names(names),
-            args=args,
-            kwargs={},
-            autocast=Autocast.current(out.device.type),
-            batch=tape.batch,
-            versions=versions_of(args),
-            fingerprints=(fingerprint(out),),
-        )
-        hook_gradient(out, tape.wait_for_gradient(call))
+        self._record(use, {name: self._parameters[name] for name in use.names}, self._num_uses)
+        self._num_uses += 1
 
 
 def _not_recorded(model: nn.Module, plan: Plan) -> list[nn.Module]:
