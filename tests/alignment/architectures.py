@@ -176,6 +176,16 @@ def written_into_a_fresh_tensor():
 
 
 @architecture
+def data_added_into_what_is_made_of_a_parameter():
+    def forward(m, x):
+        both = m.positions.expand(len(x), -1, -1).clone()
+        both += m.first(x)
+        return m.head(torch.tanh(both))
+
+    return Model(forward, first=nn.Linear(D, D), positions=torch.randn(T, D), head=nn.Linear(D, 3)), (sequences(),)
+
+
+@architecture
 def largest_of_shifted_and_split_parameters():
     def forward(m, x):
         shift, scale = m.both.chunk(2)
@@ -377,10 +387,11 @@ def mixture_of_experts():
 @architecture
 def positions_first_throughout():
     def forward(m, x):
-        x = m.norm(torch.tanh(m.first(x.transpose(0, 1))))
+        x = m.norm(m.dropout(torch.tanh(m.first(x.transpose(0, 1)))))
         return m.head(x).transpose(0, 1)
 
-    return Model(forward, first=nn.Linear(D, D), norm=nn.LayerNorm(D), head=nn.Linear(D, 3)), (sequences(),)
+    parts = {"first": nn.Linear(D, D), "dropout": nn.Dropout(0.3), "norm": nn.LayerNorm(D), "head": nn.Linear(D, 3)}
+    return Model(forward, **parts), (sequences(),)
 
 
 @architecture

@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from inloop import capture
+from inloop.alignment import call as call_module
 from inloop.alignment.oracles import align_by_loss
 from inloop.alignment.reduced import ReducedCall
 from tests.alignment.architectures import ARCHITECTURES, Model, N
@@ -43,3 +44,13 @@ def test_checkpointed_layers_that_form_gradients_themselves(reentrant):
     assert all(isinstance(call, ReducedCall) for call in tape.calls)
     oracle_N = align_by_loss(model, per_example_losses(model.out(block(model.stem(x)))), direction)
     assert relative_error(tape.align(direction), oracle_N) < 1e-9
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_architecture_in_parts(name, monkeypatch):
+    """Large calls are aligned a few examples at a time."""
+    monkeypatch.setattr(call_module, "_PART_BYTES", 64)
+    torch.manual_seed(0)
+    model, inputs = ARCHITECTURES[name]()
+    inputs = [value.double() if value.is_floating_point() else value for value in inputs]
+    assert_exact(model.double(), *inputs)

@@ -424,6 +424,39 @@ def test_layers_that_disagree_on_the_number_of_examples_are_named():
         tape.align(random_direction(model))
 
 
+class Holder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.randn(5))
+
+    def forward(self, batch):
+        return batch * self.gain
+
+
+class SharedGain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.positions, self.other, self.head = nn.Parameter(torch.randn(5)), Holder(), nn.Linear(5, 40)
+
+    def forward(self, batch):
+        return self.head(self.other(batch) + self.positions * self.other.gain)
+
+
+def test_parameters_that_are_left_out_are_as_they_were():
+    """Though the optimizer changes them in place before the reward is known."""
+    torch.manual_seed(0)
+    model = SharedGain().double()
+    direction = random_direction(model) | {"other.gain": None}
+    with capture(model, layers=lambda name, module: name != "other", reduction="sum") as tape:
+        losses_N = model(x(5)).square().sum(dim=1)
+        losses_N.sum().backward(retain_graph=True)
+    oracle_N = align_by_loss(model, losses_N, direction)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    torch.testing.assert_close(tape.align(direction), oracle_N)
+
+
 class Positions(nn.Module):
     """The usual transformer start, with the positions looked up once for all examples or once for each."""
 
@@ -469,3 +502,16 @@ def test_two_passes_of_different_size_are_named():
 def test_an_unknown_reduction_is_named():
     with pytest.raises(UsageError, match="reduction='max'"), capture(small_net(), "max"):
         pass
+
+
+def test_finding_out_where_the_examples_are_leaves_the_model_and_the_random_state_alone():
+    model = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Dropout(0.5), nn.Linear(5, 3)).double()
+    batch = x(5)
+    twin = copy.deepcopy(model)
+    torch.manual_seed(0)
+    expected = twin(batch)
+    torch.manual_seed(0)
+    with capture(model):
+        out = model(batch)
+    assert torch.equal(out, expected)
+    torch.testing.assert_close(model.state_dict(), twin.state_dict(), rtol=0, atol=0)

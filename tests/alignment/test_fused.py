@@ -122,7 +122,9 @@ def test_other_kinds_of_differentiation_are_left_alone():
         with forward_ad.dual_level():
             dual = layer(forward_ad.make_dual(x, x))
             tangent = forward_ad.unpack_dual(dual).tangent
+        gradient = torch.func.grad(lambda rows: layer(rows).sum())(x)
         layer(x).sum().backward()
+    torch.testing.assert_close(gradient, layer.weight.sum(0).expand_as(x))
     torch.testing.assert_close(jacobian.squeeze(1), layer(x))
     torch.testing.assert_close(tangent, x @ layer.weight.T)
 
@@ -145,3 +147,43 @@ def test_memory_is_used_again_but_never_while_it_is_read():
     spare.give(large)
     spare.clear()
     assert spare.take(large.shape, like).data_ptr() != large.data_ptr()
+
+
+def test_rewards_do_not_depend_on_whether_memory_is_used_again(monkeypatch):
+    """Layers of one size, with gradients that are large enough for it."""
+
+    def rewards():
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(48, 48), nn.Tanh()) for _ in range(4)), nn.Linear(48, 1))
+        reports = []
+        learner = inloop.InLoop(
+            model,
+            inloop.MixturePolicy(2),
+            dry_run=True,
+            callback=reports.append,
+            generator=torch.Generator().manual_seed(0),
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(5):
+            learner.sample(128)
+            loss = model(torch.randn(128, 60, 48)).square().mean()
+            loss.backward()
+            learner.step(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        learner.close()
+        return [value for report in reports if report.paid for value in (report.reward_mean, report.reward_std)]
+
+    taken = []
+    take = Spare.take
+
+    def count(self, shape, like):
+        tensor = take(self, shape, like)
+        taken.append(tensor.data_ptr())
+        return tensor
+
+    monkeypatch.setattr(Spare, "take", count)
+    used_again = rewards()
+    assert len(set(taken)) < len(taken)
+    monkeypatch.setattr(Spare, "give", lambda self, tensor: None)
+    assert used_again == rewards()

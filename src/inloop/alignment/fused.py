@@ -31,7 +31,7 @@ def can_fuse(call: LayerCall, module: nn.Module, args: tuple[Any, ...], outputs:
         return False
     parameters = [value for value in module._parameters.values() if value is not None]
     return (
-        all(type(value) is nn.Parameter and value.requires_grad for value in parameters)
+        all(type(value) is nn.Parameter for value in parameters)
         and all(value.dtype == output.dtype and value.device == output.device for value in (*parameters, x))
         and not torch._C._are_functorch_transforms_active()
         and not torch.compiler.is_compiling()

@@ -61,10 +61,8 @@ class Tracer(TorchFunctionMode):
         self._known: dict[int, tuple[Tensor, Recipe | Value | Constant]] = {}
         self._inside = 0  # layers that are recorded as a whole
         for parameter in model.parameters():
-            if not parameter.requires_grad:
-                self._known[id(parameter)] = parameter, _CONSTANT
-            elif id(parameter) in names:  # others are not counted, and taken for data
-                self._known[id(parameter)] = parameter, Value(names[id(parameter)])
+            counts = parameter.requires_grad and id(parameter) in names
+            self._known[id(parameter)] = parameter, Value(names[id(parameter)]) if counts else _CONSTANT
         for buffer in model.buffers():
             self._known[id(buffer)] = buffer, _CONSTANT
 

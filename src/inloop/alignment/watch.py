@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from inloop.alignment.hook import Hook, not_compiled
 from inloop.alignment.layout import Layouts
-from inloop.alignment.plan import Plan, Site
+from inloop.alignment.plan import Plan
 from inloop.alignment.trace import Tracer, Use, first_length
 
 
@@ -46,15 +46,12 @@ class Watch:
         self._parameters: dict[str, Tensor] = {}
         self.handles: list[RemovableHandle] = []
         for site in plan.sites:
-            pre, post = _EnterLayer(self, site), _LeaveLayer(self)
+            pre, post = _EnterLayer(self, site.name), _LeaveLayer(self)
             self.handles.append(site.module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True))
             self.handles.append(site.module.register_forward_hook(post, always_call=True))
-        for module in _not_recorded(
-            model, plan
-        ):  # though a parameter of theirs may be counted where it is used elsewhere
-            self.handles.append(
-                module.register_forward_pre_hook(_EnterLayer(self, None), prepend=True, with_kwargs=True)
-            )
+        for name, module in _not_recorded(model, plan):
+            pre = _EnterLayer(self, name, counted=False)  # though a parameter of it may be, where it is used elsewhere
+            self.handles.append(module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True))
             self.handles.append(module.register_forward_hook(_LeaveLayer(self), always_call=True))
         self.handles.append(model.register_forward_pre_hook(_EnterModel(self), prepend=True, with_kwargs=True))
         self.handles.append(model.register_forward_hook(_LeaveModel(self), always_call=True))
@@ -85,22 +82,18 @@ class Watch:
         self._tracer = None
         self._layers.clear()
 
-    def enter_layer(self, site: Site | None, inputs: Any) -> Any:
-        """Returns what takes the place of the layer's inputs, if anything. No site: its parameters are left out."""
+    def enter_layer(self, name: str, counted: bool, inputs: Any) -> Any:
+        """Returns what takes the place of the layer's inputs, if anything."""
         tracer = self._tracer
         if tracer is None:
             return None
-        if site is None:
-            self._layers.append(True)
-            tracer.enter_layer()
-            return None
-        whole = tracer.has_data(inputs) or tracer.has_row_for_each_example(inputs)
+        whole = not counted or tracer.has_data(inputs) or tracer.has_row_for_each_example(inputs)
         self._layers.append(whole)
         if not whole:
             self.found = True
             return None
         if tracer.has_derived(inputs):
-            inputs = tree_map_only(Tensor, lambda tensor: tracer.hand_over(tensor, site.name), inputs)
+            inputs = tree_map_only(Tensor, lambda tensor: tracer.hand_over(tensor, name), inputs)
         tracer.enter_layer()
         return inputs
 
@@ -114,11 +107,11 @@ class Watch:
         self._num_uses += 1
 
 
-def _not_recorded(model: nn.Module, plan: Plan) -> list[nn.Module]:
+def _not_recorded(model: nn.Module, plan: Plan) -> list[tuple[str, nn.Module]]:
     """Modules whose own parameters are left out with layers=."""
     recorded = {id(module) for site in plan.sites for module in site.module.modules()}
     return [
-        module
+        (path, module)
         for path, module in model.named_modules()
         if id(module) not in recorded
         and any(
@@ -143,14 +136,14 @@ class _LeaveModel(Hook[Watch]):
 
 
 class _EnterLayer(Hook[Watch]):
-    def __init__(self, watch: Watch, site: Site | None) -> None:
+    def __init__(self, watch: Watch, name: str, counted: bool = True) -> None:
         super().__init__(watch)
-        self.site = site
+        self.name, self.counted = name, counted
 
     @not_compiled
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         watch = self.owner()
-        return None if watch is None else watch.enter_layer(self.site, (args, kwargs))
+        return None if watch is None else watch.enter_layer(self.name, self.counted, (args, kwargs))
 
 
 class _LeaveLayer(Hook[Watch]):
