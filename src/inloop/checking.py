@@ -127,7 +127,7 @@ def check(
         replica.get_submodule(name).eval()
     if norms:
         warnings.append(
-            f"BatchNorm in training mode ('{norms[0]}' and {len(norms) - 1} more) mixes the examples of a batch. Rewards are then a "
+            f"BatchNorm in training mode ('{norms[0]}'{f' and {len(norms) - 1} more' if norms[1:] else ''}) mixes the examples of a batch. Rewards are then a "
             "decomposition of the batch's gradient that adds up to it, not derivatives of single losses. Compared here with it "
             "in eval mode."
         )
@@ -163,7 +163,8 @@ def _first(model: nn.Module, batch: Any, losses: Losses, num_examples: int) -> A
     if not isinstance(values, Tensor) or values.dim() != 1:
         got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
         raise UsageError(
-            f"losses(model, batch) gave {got}; one loss for each example, a tensor of shape [N], is needed: reduction='none'."
+            f"losses(model, batch) gave {got}; one loss for each example, a tensor of shape [N], is needed: reduction='none', and a mean "
+            "or sum over whatever an example has besides (tokens)."
         )
     count = len(values)
     if count < 2:

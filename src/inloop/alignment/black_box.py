@@ -70,7 +70,7 @@ def per_example_gradients(call: LayerCall) -> dict[str, Tensor]:
 
 def _gradients_of(call: LayerCall, out: Tensor, inputs: list[Tensor], example: int) -> list[Tensor]:
     """Of one example, dense."""
-    alone_N = torch.zeros(call.num_examples, dtype=call.dout.dtype, device=call.device)
+    alone_N = torch.zeros(call.num_examples, dtype=call.dtype, device=call.device)
     alone_N[example] = 1
     gradients = torch.autograd.grad(out, inputs, call.weighted(alone_N), retain_graph=True, allow_unused=True)
     pairs = zip(gradients, inputs, strict=True)
@@ -79,14 +79,16 @@ def _gradients_of(call: LayerCall, out: Tensor, inputs: list[Tensor], example: i
 
 def fingerprint(out: Tensor) -> Tensor:
     """Two numbers a row that tell one output from another: the sum and the sum of magnitudes, [2, rows]."""
-    values = out.detach() if out.is_floating_point() else out.detach().double()
+    real = torch.view_as_real(out.detach().resolve_conj()) if out.is_complex() else out.detach()
+    values = real if real.is_floating_point() else real.double()
     values = values.reshape(len(out) if out.dim() else 1, -1) if out.numel() else values.new_zeros(1, 1)
     return torch.stack([values.sum(dim=1, dtype=torch.float64), values.abs().sum(dim=1, dtype=torch.float64)])
 
 
 def checked(call: LayerCall, outputs: list[Tensor]) -> list[Tensor]:
     """The outputs of a replay, if they are those of step t."""
-    precision = max((torch.finfo(out.dtype).eps for out in outputs if out.is_floating_point()), default=0.0)
+    inexact = (out.dtype for out in outputs if out.is_floating_point() or out.is_complex())
+    precision = max((torch.finfo(dtype).eps for dtype in inexact), default=0.0)
 
     def is_same(now: Tensor, then: Tensor) -> bool:
         close = min(1e3 * precision, 0.05) * then[1] + 1e-30
@@ -107,7 +109,7 @@ def checked(call: LayerCall, outputs: list[Tensor]) -> list[Tensor]:
 def _derivative_by_example_weight(
     call: LayerCall, out: Tensor, inputs: list[Tensor], directions: list[Tensor]
 ) -> Tensor | None:
-    weights_N = torch.ones(call.num_examples, dtype=call.dout.dtype, device=call.dout.device, requires_grad=True)
+    weights_N = torch.ones(call.num_examples, dtype=call.dtype, device=call.device, requires_grad=True)
     gradients = torch.autograd.grad(
         out, inputs, call.weighted(weights_N), create_graph=True, retain_graph=True, allow_unused=True
     )
@@ -116,7 +118,7 @@ def _derivative_by_example_weight(
         return None
     (contributions_N,) = torch.autograd.grad(alignment, weights_N, retain_graph=True)
     # Linear in w, so the parts must add up; a backward that hides part of itself from autograd fails this.
-    share = min(1e3 * torch.finfo(weights_N.dtype).eps, 0.1)
+    share = min(1e3 * torch.finfo(call.dout.dtype).eps, 0.1)
     parts = contributions_N.double()
     return contributions_N if (parts.sum() - alignment).abs() <= share * parts.abs().sum() else None
 

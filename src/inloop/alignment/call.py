@@ -102,7 +102,8 @@ class LayerCall:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.dout.dtype
+        """Of its contributions: sums do not fit into half precisions."""
+        return torch.promote_types(self.dout.dtype.to_real(), torch.float32)
 
     @property
     def device(self) -> torch.device:
@@ -151,7 +152,7 @@ class LayerCall:
     def weighted(self, weights_N: Tensor) -> Tensor:
         """``dout`` with each example's part multiplied by its weight."""
         weights = weights_N if self.example_of_row is None else weights_N[self.example_of_row]
-        return (self.dout.movedim(self.batch_axis, -1) * weights).movedim(-1, self.batch_axis)
+        return (self.dout.movedim(self.batch_axis, -1) * weights).movedim(-1, self.batch_axis).to(self.dout.dtype)
 
     def align(self, direction: Mapping[str, Tensor | None]) -> Tensor:
         """``<dout_i, J_θ f(x; θ_t)[direction]_i>`` for every example i; missing entries of ``direction`` are zero."""

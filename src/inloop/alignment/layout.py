@@ -12,22 +12,25 @@ class Layout:
     """The axis of an output that counts examples.
 
     Attributes:
-        fold: How many rows each example has on that axis.
+        folded: Whether each example has several rows on that axis.
         positions_first: Of a folded axis, whether its rows are ordered by position, and then by example.
     """
 
     axis: int = 0
-    fold: int = 1
+    folded: bool = False
     positions_first: bool = False
 
-    def example_of_row(self, num_rows: int) -> Tensor | None:
+    def fold(self, output: Tensor, num_examples: int | None) -> int:
+        """How many rows each example has."""
+        return output.shape[self.axis] // num_examples if self.folded and num_examples else 1
+
+    def example_of_row(self, fold: int, output: Tensor) -> Tensor | None:
         """None if every row is an example."""
-        if self.fold == 1:
+        if fold <= 1:
             return None
-        rows = torch.arange(num_rows)
-        return rows % (num_rows // self.fold) if self.positions_first else rows // self.fold
+        rows = torch.arange(output.shape[self.axis], device=output.device)
+        return rows % (len(rows) // fold) if self.positions_first else rows // fold
 
 
-# By name of the module and index of the output; an operation outside of layers has the name OPERATION and its number in the pass.
+# By name of the module and index of the output, or by the key of an operation.
 Layouts = Mapping[tuple[str, int], Layout]
-OPERATION = "(operation)"

@@ -149,7 +149,11 @@ def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, Rule | None]]:
         if id(module) in seen:
             continue
         seen.add(id(module))
-        called = type(module).forward is not nn.Module.forward  # else its parent answers for what it holds
+        if isinstance(module, torch.jit.ScriptModule):
+            if next(module.parameters(), None) is not None:
+                yield name, module, BLACK_BOX  # to be refused by name
+            continue
+        called = not _is_never_called(module)  # else its parent answers for what it holds
         if rule := rule_for(module) if called and _owns_parameters(module) else None:
             yield name, module, rule
         elif called and _owns_parameters(module) and not _is_followed(module, half):
@@ -172,6 +176,11 @@ def _is_followed(module: nn.Module, half: float) -> bool:
     return rest > half or (rest > 0 and any(isinstance(child, _BatchNorm) for child in module.modules()))
 
 
+def _is_never_called(module: nn.Module) -> bool:
+    """Whether it has no forward, as ParameterList."""
+    return not isinstance(module, torch.jit.ScriptModule) and type(module).forward is nn.Module.forward
+
+
 def _num_elements(parameters: Iterable[nn.Parameter]) -> int:
     return sum(parameter.numel() for parameter in parameters if not is_lazy(parameter))
 
@@ -180,7 +189,7 @@ def _bare_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Parameters of a module that belong to no layer below it."""
     yield from module.named_parameters(recurse=False)
     for child_name, child in module.named_children():
-        if type(child).forward is nn.Module.forward:
+        if _is_never_called(child):
             yield from ((f"{child_name}.{name}", value) for name, value in _bare_parameters(child))
 
 
@@ -200,7 +209,7 @@ def _has_own_parameters(module: nn.Module) -> bool:
 def _parts_that_are_never_called(module: nn.Module) -> Iterator[nn.Module]:
     """Children without a forward, such as ParameterList: what they hold directly, their parent uses."""
     for child in module.children():
-        if type(child).forward is nn.Module.forward:
+        if _is_never_called(child):
             yield child
             yield from _parts_that_are_never_called(child)
 
@@ -212,6 +221,8 @@ def _refusal(site: Site) -> str | None:
         return "its parameters do not exist yet; run one forward pass before recording"
     if not site.trainable():
         return None
+    if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
+        return "it is compiled by TorchScript, and cannot be run with other parameters"
     if any(parameter.is_complex() for parameter in module.parameters()):
         return "its parameters are complex"
     if "forward" in module.__dict__:

@@ -1,37 +1,55 @@
 """Finding out where the examples are in each output, by trying: change their order at the entrance and see what moves.
 
 Most models keep examples on the first axis. Some put them second, or fold them with positions into one axis; shapes alone cannot tell
-[T, N] from [N, T] where T = N. So once for a model, two forward passes in evaluation mode are done on a twin of it, without
-gradients: as given, and with the examples moved on by one. Of the layouts that are known, the first is taken under which
-every layer's output has moved in the same way; if none is, for whatever reason, the first axis is left to the other checks.
+[T, N] from [N, T] where T = N, and nothing in a gradient can tell whose a row is. So once for a model, forward passes in evaluation
+mode are done on copies of it, which share nothing with it: twice as given, and with the examples moved on by one. Parameters are
+disturbed a little, so that a layer that starts at zero has an output, too. Under the right layout what belongs to an example has moved
+to the next. An output that is the same each time, but does not move along under any layout, belongs to no examples, or to them in
+another order, and is refused. Where nothing can be found out (the model cannot be copied, or is random in evaluation mode),
+examples are taken to be on the first axis, and the other checks remain.
 """
 
+import copy
+import random
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_leaves, tree_map
 
 from inloop.alignment.call import tensors_in
-from inloop.alignment.layout import OPERATION, Layout, Layouts
+from inloop.alignment.layout import Layout, Layouts
 from inloop.alignment.plan import Plan
 from inloop.alignment.trace import Use
-from inloop.alignment.twin import make_twin
+from inloop.alignment.twin import remove_hooks
 from inloop.alignment.watch import Watch
+from inloop.errors import UnsupportedLayerError
 
-_Seen = dict[tuple[str, int], list[tuple[torch.Size, dict[int, Tensor]]]]
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+_Sums = list[
+    tuple[torch.Size, float, dict[int, Tensor]]
+]  # of each call: shape, rounding, and sums over all axes but one
+_Seen = dict[tuple[str, int], _Sums]
 
 _KNOWN: "weakref.WeakKeyDictionary[nn.Module, dict[object, Layouts]]" = weakref.WeakKeyDictionary()
 
 
-def layouts_of(model: nn.Module, plan: Plan, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Layouts:
-    """The layouts of all outputs that do not simply have examples on the first axis."""
+def layouts_of(model: nn.Module, plan: Plan, inputs: Inputs) -> Layouts:
+    """The layouts of all outputs that do not simply have examples on the first axis.
+
+    Raises:
+        UnsupportedLayerError: If the rows of an output are not the examples in their order.
+    """
     tensors = tensors_in(inputs)
     num_examples = next((len(tensor) for tensor in tensors if tensor.dim()), 0)
-    kind = tuple(site.name for site in plan.sites), tuple(tensor.dim() for tensor in tensors)
+    options = tuple(leaf for leaf in tree_leaves(inputs) if isinstance(leaf, bool | int | str))
+    kind = tuple(site.name for site in plan.sites), tuple(tensor.dim() for tensor in tensors), options
     known = _KNOWN.setdefault(model, {})
     if num_examples < 2:  # nothing can move
         return known.get(kind, {})
@@ -40,94 +58,169 @@ def layouts_of(model: nn.Module, plan: Plan, inputs: tuple[tuple[Any, ...], dict
     return known[kind]
 
 
-def _try(model: nn.Module, plan: Plan, inputs: tuple[tuple[Any, ...], dict[str, Any]], num_examples: int) -> Layouts:
-    def moved(tensor: Tensor) -> Tensor:
-        return tensor.roll(1, 0) if tensor.dim() and len(tensor) == num_examples else tensor
-
-    try:
-        before = _outputs(model, plan, inputs)
-        after = _outputs(model, plan, tree_map_only(Tensor, moved, inputs))
-    except Exception:  # whatever a user's model may raise when it is called like this: nothing is known of it then
+def _try(model: nn.Module, plan: Plan, inputs: Inputs, num_examples: int) -> Layouts:
+    if hasattr(model, "_orig_mod"):  # compiled: a copy would be compiled, too
         return {}
-    layouts = {}
-    for key in before.keys() & after.keys():
-        layout = next(
-            (one for one in _candidates(before[key], num_examples) if _fits(one, before[key], after[key])), None
+    try:
+        with _nothing_outside_moves(model):
+            sample = _disturbed(model)
+            before, again = (_outputs(sample, plan, _copied(inputs)) for _ in range(2))
+            moved = [
+                _outputs(sample, plan, _moved(_copied(inputs), num_examples, squares)) for squares in (True, False)
+            ]
+    except (
+        Exception
+    ):  # whatever a user's model may raise when it is copied or called like this: nothing is known of it then
+        return {}
+    # A square tensor may be a mask over positions, which must stay as it is.
+    found, lost = min((_find(before, again, after, num_examples) for after in moved), key=lambda result: len(result[1]))
+    if lost:
+        name, shape = lost[0]
+        raise UnsupportedLayerError(
+            f"When the examples of the batch change places, the rows of '{name}', of shape {tuple(shape)}, do not move along: they are not the "
+            f"{num_examples} examples in their order, or examples depend on each other or on their place. Whose a row is cannot be told. "
+            "Fix: give the layer a row for each example, in order (sort and route outside of the model), or leave it out with layers=."
         )
-        if layout is not None and layout != Layout():
-            layouts[key] = layout
-    return layouts
+    return found
 
 
-def _outputs(model: nn.Module, plan: Plan, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> _Seen:
-    """The outputs of every recorded module and operation, as sums over all axes but one."""
-    originals = dict(model.named_parameters(remove_duplicate=False))
-    parameters = {name: value.detach().requires_grad_(value.requires_grad) for name, value in originals.items()}
-    for name, canonical in plan.aliases.items():
-        parameters[name] = parameters[canonical]  # tied, as in the model
-    twin = make_twin(model, parameters)
-    for module in twin.modules():
+def _find(
+    before: _Seen, again: _Seen, after: _Seen, num_examples: int
+) -> tuple[dict[tuple[str, int], Layout], list[tuple[str, torch.Size]]]:
+    """Layouts other than the usual, and the names and shapes of outputs that have none."""
+    found, lost = {}, []
+    for key, calls in before.items():
+        if key not in again or key not in after or _misfit(Layout(), calls, again[key], 0) > 1:
+            continue  # random
+        fits = {one: _misfit(one, calls, after[key], 1, num_examples) for one in _candidates(calls, num_examples)}
+        if not fits:  # no axis can count the examples; other checks say so, and better
+            continue
+        best = min(fits, key=lambda one: fits[one])
+        if fits[best] > 1:
+            lost.append((key[0], calls[0][0]))
+        elif fits.get(Layout(), 2.0) > 1 or (best != Layout() and fits[best] < 0.1 * fits[Layout()]):
+            found[key] = best
+    return found, lost
+
+
+def _candidates(calls: _Sums, num_examples: int) -> list[Layout]:
+    shape = calls[0][0]
+    found = [Layout(axis) for axis in (0, 1) if len(shape) > axis and shape[axis] == num_examples]
+    if shape and shape[0] != num_examples and shape[0] % num_examples == 0:
+        found += [Layout(0, folded=True), Layout(0, folded=True, positions_first=True)]
+    return found
+
+
+def _misfit(layout: Layout, before: _Sums, after: _Sums, by: int, num_examples: int = 1) -> float:
+    """How far the calls after are from those before with examples moved; up to 1 is rounding."""
+    if len(before) != len(after):
+        return float("inf")
+    worst = 0.0
+    for (shape, rounding, sums), (shape_after, _, sums_after) in zip(before, after, strict=True):
+        rows, rows_after = sums.get(layout.axis), sums_after.get(layout.axis)
+        if rows is None or rows_after is None or shape != shape_after or len(rows) % num_examples:
+            return 0.0 if rows is None and shape == shape_after else float("inf")
+        if layout.positions_first:
+            expected = rows.view(-1, num_examples, 2).roll(by, 1).reshape(-1, 2)
+        else:
+            expected = rows.view(num_examples, -1, 2).roll(by, 0).reshape(-1, 2)
+        spread = float((rows - rows.mean(dim=0)).abs().max()) if len(rows) else 0.0
+        difference = float((rows_after - expected).abs().max()) if len(rows) else 0.0
+        worst = max(worst, difference / (1e-3 * spread + rounding))
+    return worst
+
+
+# ---------------------------------------------------------------- passes of copies
+
+
+@contextmanager
+def _nothing_outside_moves(model: nn.Module) -> Iterator[None]:
+    """Random generators, of torch, Python and numpy, are afterwards as they were before."""
+    python, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy_state)  # noqa: NPY002
+
+
+def _disturbed(model: nn.Module) -> nn.Module:
+    """A copy in evaluation mode, without hooks, with other parameters."""
+    sample = copy.deepcopy(model)
+    remove_hooks(sample)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in sample.parameters():
+            if parameter.is_floating_point():
+                noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+                parameter.add_(noise * (0.1 * float(parameter.float().abs().mean()) + 0.02))
+    for module in sample.modules():
         module.training = False
-    sites = tuple(replace(site, module=twin.get_submodule(site.name)) for site in plan.sites)
+    return sample
+
+
+def _copied(inputs: Inputs) -> Inputs:
+    args, kwargs = tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else copy.deepcopy(x), inputs)
+    return args, kwargs
+
+
+def _moved(inputs: Inputs, num_examples: int, squares: bool) -> Inputs:
+    def move(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.dim() or len(value) != num_examples:
+            return value
+        return value if value.shape == (num_examples, num_examples) and not squares else value.roll(1, 0)
+
+    args, kwargs = tree_map(move, inputs)
+    return args, kwargs
+
+
+def _outputs(sample: nn.Module, plan: Plan, inputs: Inputs) -> _Seen:
+    """The outputs of every recorded module and operation of a copy of ``sample``."""
+    model = copy.deepcopy(sample)
+    sites = tuple(replace(site, module=model.get_submodule(site.name)) for site in plan.sites)
     seen: _Seen = {}
-
-    def keep_use(use: Use, parameters: dict[str, Tensor], number: int) -> None:
-        _keep_output(seen, (OPERATION, number), use.out)
-
-    watch = Watch(twin, replace(plan, sites=sites), lambda: True, keep_use)
+    watch = Watch(
+        model, replace(plan, sites=sites), lambda: True, lambda use, parameters, key: _keep_use(seen, use, key)
+    )
     for site in sites:
-        site.module.register_forward_hook(_keep(seen, site.name))
-    args, kwargs = tree_map_only(Tensor, Tensor.detach, inputs)
-    devices = sorted({p.device.index or 0 for p in parameters.values() if p.device.type == "cuda"})
-    with torch.enable_grad(), torch.random.fork_rng(devices=devices):
-        twin(*args, **kwargs)
-    del watch
+        site.module.register_forward_hook(_keep(seen, site.name, watch), prepend=True)
+    torch.manual_seed(0)
+    try:
+        with torch.enable_grad():
+            model(*inputs[0], **inputs[1])
+    finally:
+        watch.leave_model(entirely=True)
     return seen
 
 
-def _keep(seen: _Seen, name: str) -> Callable[[nn.Module, Any, Any], None]:
+def _keep(seen: _Seen, name: str, watch: Watch) -> Callable[[nn.Module, Any, Any], None]:
     def keep(module: nn.Module, args: Any, output: Any) -> None:
+        if watch.follows_operations:
+            return
+        packed = any(isinstance(part, PackedSequence) for part in (output if isinstance(output, tuple) else ()))
         for index, out in enumerate(tensors_in(output)):
-            _keep_output(seen, (name, index), out)
+            if out.requires_grad and not (packed and index == 0):
+                _keep_output(seen, (name, index), out)
 
     return keep
 
 
+def _keep_use(seen: _Seen, use: Use, key: tuple[str, int]) -> None:
+    _keep_output(seen, key, use.out)
+
+
 def _keep_output(seen: _Seen, key: tuple[str, int], out: Tensor) -> None:
-    with torch.no_grad():
-        sums = {axis: _sums(out, axis) for axis in (0, 1) if out.dim() > axis}
-    seen.setdefault(key, []).append((out.shape, sums))
+    real = torch.view_as_real(out.detach().resolve_conj()) if out.is_complex() else out.detach()
+    sums = {axis: _sums(real, axis) for axis in (0, 1) if out.dim() > axis}
+    largest = max((float(values[:, 1].max()) for values in sums.values() if len(values)), default=0.0)
+    seen.setdefault(key, []).append((out.shape, 300 * torch.finfo(real.dtype).eps * largest + 1e-30, sums))
 
 
 def _sums(out: Tensor, axis: int) -> Tensor:
     """Two numbers for each place on the axis, [places, 2]."""
-    rows = out.detach().double().movedim(axis, 0).flatten(1) if out.dim() > 1 else out.detach().double().unsqueeze(1)
+    rows = out.double().movedim(axis, 0)
+    rows = rows.flatten(1) if rows.dim() > 1 else rows.unsqueeze(1)
     weights = torch.linspace(1, 2, rows.shape[1], dtype=rows.dtype, device=rows.device)
     return torch.stack([rows @ weights, rows.abs() @ weights], dim=1)
-
-
-def _candidates(calls: list[tuple[torch.Size, dict[int, Tensor]]], num_examples: int) -> list[Layout]:
-    shape = calls[0][0]
-    found = [Layout(axis) for axis in (0, 1) if len(shape) > axis and shape[axis] == num_examples]
-    if shape and shape[0] != num_examples and shape[0] % num_examples == 0:
-        fold = shape[0] // num_examples
-        found += [Layout(0, fold), Layout(0, fold, positions_first=True)]
-    return found
-
-
-def _fits(layout: Layout, before: list[Any], after: list[Any]) -> bool:
-    """Whether in all calls what belongs to one example has moved to the next."""
-    if len(before) != len(after):
-        return False
-    for (shape, sums), (shape_after, sums_after) in zip(before, after, strict=True):
-        rows, rows_after = sums.get(layout.axis), sums_after.get(layout.axis)
-        if rows is None or rows_after is None or shape != shape_after or len(rows) % layout.fold:
-            return False
-        count = len(rows) // layout.fold
-        if layout.positions_first:
-            expected = rows.view(layout.fold, count, 2).roll(1, 1).reshape(-1, 2)
-        else:
-            expected = rows.view(count, layout.fold, 2).roll(1, 0).reshape(-1, 2)
-        if not torch.allclose(rows_after, expected, rtol=1e-3, atol=1e-4 * float(rows[:, 1].mean()) + 1e-30):
-            return False
-    return True

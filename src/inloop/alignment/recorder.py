@@ -21,7 +21,7 @@ from inloop.alignment.call import Autocast, LayerCall, detached, tensors_in, ver
 from inloop.alignment.early import EarlyAlignment
 from inloop.alignment.fused import can_fuse, fuse
 from inloop.alignment.hook import Hook, not_compiled
-from inloop.alignment.layout import OPERATION, Layout, Layouts
+from inloop.alignment.layout import Layout, Layouts
 from inloop.alignment.operation import Operation, local_names
 from inloop.alignment.output_hook import hook_gradient
 from inloop.alignment.plan import Plan, Site
@@ -117,6 +117,8 @@ class Recorder:
                 _remove_all(self._watch.handles)
                 self._watch = None
         self.tape = None
+        if self._watch is not None:
+            self._watch.leave_model(entirely=True)  # after an interrupt, to which hooks do not answer
         self._spare.clear()
 
     def remove(self) -> None:
@@ -207,6 +209,12 @@ class _AfterForward(_LayerHook):
             return None  # inside another black box, frozen, or left by an exception
         trainable = site.trainable()
         outputs = tensors_in(output)
+        if any(value is not None and value.grad_fn is not None for value in module._parameters.values()):
+            raise UnsupportedLayerError(
+                f"'{site.name}' ({type(module).__name__}) was called with other tensors in place of its parameters (functional_call), so "
+                "what it contributes to their gradients cannot be told. Fix: call the operation with these tensors "
+                "(torch.nn.functional), or leave the layer out with layers=."
+            )
         if trainable and not outputs:
             raise UnsupportedLayerError(
                 f"'{site.name}' ({type(module).__name__}) returned a {type(output).__name__}, in which no tensor can be seen. "
@@ -262,9 +270,9 @@ class _AfterForward(_LayerHook):
             return fuse(call, module, inputs[0][0], outputs[0], tape.wait_for_gradient(call, form_gradients=True))
         for index, (out, layout) in enumerate(zip(outputs, layouts, strict=True)):
             if out.requires_grad:
-                whose = layout.example_of_row(out.shape[layout.axis]) if out.dim() else None
+                whose = layout.example_of_row(layout.fold(out, recorder.num_examples), out) if out.dim() else None
                 whose = packed if index == 0 and packed is not None else whose
-                placed = call if whose is None else replace(call, example_of_row=whose.to(out.device))
+                placed = call if whose is None else replace(call, example_of_row=whose)
                 hook_gradient(out, tape.wait_for_gradient(placed, index, layout.axis))
         return None
 
@@ -299,16 +307,17 @@ class _Operations:
         recorder = self._recorder()
         return recorder is not None and recorder.tape is not None
 
-    def record(self, use: Use, parameters: dict[str, Tensor], number: int) -> None:
+    def record(self, use: Use, parameters: dict[str, Tensor], key: tuple[str, int]) -> None:
         recorder = self._recorder()
         if recorder is None or recorder.tape is None:
             return
         tape, out = recorder.tape, use.out
-        layout = recorder.layouts.get((OPERATION, number), Layout())
+        layout = recorder.layouts.get(key, Layout())
         self._refuse_shared(use, layout, recorder.num_examples)
+        fold = layout.fold(out, recorder.num_examples)
         tape.is_first(parameters.values())
         args = tuple(tensor.detach() for tensor in use.data)
-        whose = layout.example_of_row(out.shape[layout.axis])
+        whose = layout.example_of_row(fold, out)
         call = LayerCall(
             name=f"{use.names[0]} {use.where}",
             layer=Operation(use.recipe, {name: value.detach().clone() for name, value in parameters.items()}),
@@ -320,14 +329,14 @@ class _Operations:
             batch=tape.batch,
             versions=versions_of(args),
             fingerprints=(fingerprint(out),),
-            example_of_row=None if whose is None else whose.to(out.device),
+            example_of_row=whose,
         )
         hook_gradient(out, tape.wait_for_gradient(call, batch_axis=layout.axis))
 
     @staticmethod
     def _refuse_shared(use: Use, layout: Layout, num_examples: int | None) -> None:
         shape = tuple(use.out.shape)
-        if shape and (num_examples is None or shape[layout.axis] == layout.fold * num_examples):
+        if shape and (num_examples is None or shape[layout.axis] == layout.fold(use.out, num_examples) * num_examples):
             return
         raise UnsupportedLayerError(
             f"Parameter '{use.names[0]}' meets the data {use.where}, in a tensor of shape {shape}, in which the {num_examples} examples "

@@ -8,6 +8,7 @@ operation that mixes something derived with data has a row for each example agai
 Layers called with data are recorded by their own hooks; what happens inside of them is not watched.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +60,7 @@ class Tracer(TorchFunctionMode):
         super().__init__()
         self._record, self._names, self._num_examples = record, names, num_examples
         self._known: dict[int, tuple[Tensor, Recipe | Value | Constant]] = {}
+        self._counts_all = all(id(p) in names for p in model.parameters() if p.requires_grad)
         self._inside = 0  # layers that are recorded as a whole
         for parameter in model.parameters():
             counts = parameter.requires_grad and id(parameter) in names
@@ -107,7 +109,10 @@ class Tracer(TorchFunctionMode):
     def _kind(self, tensor: Tensor) -> Recipe | Value | Constant | None:
         """None for data."""
         entry = self._known.get(id(tensor))
-        return None if entry is None else entry[1]
+        if entry is None:
+            return None
+        written = entry[1] is _CONSTANT and tensor.grad_fn is not None and self._counts_all  # through a view
+        return None if written else entry[1]
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -117,13 +122,14 @@ class Tracer(TorchFunctionMode):
             return function(*args, **kwargs)
         given = list(_tensors((args, kwargs)))
         kinds = [self._kind(tensor) for tensor in given]
-        derived = any(isinstance(kind, Recipe | Value) for kind in kinds)
+        derived = torch.is_grad_enabled() and any(isinstance(kind, Recipe | Value) for kind in kinds)
         if not derived:
             result = function(*args, **kwargs)
-            if None not in kinds and not is_random_factory(function):
+            if is_in_place(function):
+                if None in kinds:
+                    self._known.pop(id(given[0]), None)  # data was written into it
+            elif None not in kinds and not is_random_factory(function):
                 self._remember(result, None)
-            elif is_in_place(function):
-                self._known.pop(id(given[0]), None)  # data was written into it
             return result
         in_place = is_in_place(function)
         # What is written into cannot be read again afterwards; a copy is what the operation will be repeated with.
@@ -143,12 +149,20 @@ class Tracer(TorchFunctionMode):
             return result
         if in_place:
             self._known.pop(id(written), None)
-        outputs = list(enumerate(written)) if isinstance(written, tuple | list) else [(None, written)]
-        for index, out in outputs:
+        if isinstance(written, Tensor):
+            self._record(Use(recipe, data, names, written, f"in the operation '{recipe.name}'"))
+            return result
+        return self._apart(recipe, data, names, written)
+
+    def _apart(self, recipe: Recipe, data: list[Tensor], names: list[str], results: Any) -> Any:
+        """Records each of several outputs. They may depend on each other; behind a copy each has only the gradient of its users."""
+        new = []
+        for index, out in enumerate(results):
             if isinstance(out, Tensor) and out.requires_grad:
-                one = recipe if index is None else _output(recipe, index)
-                self._record(Use(one, data, names, out, f"in the operation '{recipe.name}'"))
-        return result
+                out = out.clone()
+                self._record(Use(_output(recipe, index), data, names, out, f"in the operation '{recipe.name}'"))
+            new.append(out)
+        return type(results)(new)
 
     def _remember(self, result: Any, recipe: Recipe | None) -> None:
         """Outputs of an operation without data."""
@@ -192,7 +206,7 @@ class Tracer(TorchFunctionMode):
             # The optimizer will write into a parameter that is used as it is.
             return slot(tensor.detach().clone() if isinstance(tensor, nn.Parameter) else tensor.detach())
 
-        counter = iter(range(1 << 30))
+        counter = itertools.count()
         new_args, new_kwargs = _map_tensors(lambda tensor: part(tensor, next(counter)), (args, kwargs))
         recipe = Recipe(function, new_args, new_kwargs, in_place=in_place, random_state=state)
         return (recipe, slots, list(names)) if is_data else (self._closed(recipe, slots), [], list(names))

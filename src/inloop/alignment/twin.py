@@ -60,3 +60,13 @@ def reparametrizing_hooks(module: nn.Module) -> "OrderedDict[int, object]":
         for key, hook in module._forward_pre_hooks.items()
         if isinstance(hook, (WeightNorm, SpectralNorm, BasePruningMethod))
     )
+
+
+def remove_hooks(module: nn.Module) -> None:
+    """Take all hooks off a copy of a module but those that are part of the computation."""
+    for part in module.modules():
+        kept = reparametrizing_hooks(part)
+        for table in _HOOK_TABLES:
+            part.__dict__[table] = OrderedDict()
+        part.__dict__["_forward_pre_hooks"] = kept
+        part.__dict__.pop("_compiled_call_impl", None)

@@ -70,8 +70,12 @@ def _visit(calls: Sequence[AnyCall], visit: Callable[[AnyCall], None]) -> None:
 
 def _tolerance(calls: Sequence[AnyCall], gradient: Tensor | None) -> float:
     """That of the coarsest precision that took part."""
-    dtypes = {call.dtype for call in calls} | ({gradient.dtype} if gradient is not None else set())
+    dtypes = {_precision(call) for call in calls} | ({gradient.dtype} if gradient is not None else set())
     return max((_TOLERANCE[dtype] for dtype in dtypes), default=0.0)
+
+
+def _precision(call: AnyCall) -> torch.dtype:
+    return call.dout.dtype.to_real() if isinstance(call, LayerCall) else call.dtype
 
 
 def _what_is_wrong(name: str, total: float, norm: float) -> str:

@@ -1,5 +1,6 @@
 """Watching a model's forward passes for parameters that no layer's call accounts for, and recording where they are used."""
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,8 @@ class Watch:
 
     Args:
         is_active: Whether passes are watched at the moment.
-        record: Called with each use of parameters outside of layers' calls, the parameters by name, and its number in the pass.
+        record: Called with each use of parameters outside of layers' calls, the parameters by name, and a key for it that is the
+            same in every pass.
         find_layouts: Says of a model and its inputs where the examples are in its outputs; None if that is known already.
 
     Attributes:
@@ -33,7 +35,7 @@ class Watch:
         model: nn.Module,
         plan: Plan,
         is_active: Callable[[], bool],
-        record: Callable[[Use, dict[str, Tensor], int], None],
+        record: Callable[[Use, dict[str, Tensor], tuple[str, int]], None],
         find_layouts: Callable[[nn.Module, Any], Layouts] | None = None,
     ) -> None:
         self.found = bool(plan.bare)
@@ -41,7 +43,8 @@ class Watch:
         self.num_examples: int | None = None
         self._plan, self._is_active, self._record, self._find_layouts = plan, is_active, record, find_layouts
         self._tracer: Tracer | None = None
-        self._num_uses = 0
+        self._depth = 0
+        self._num_uses: Counter[object] = Counter()
         self._layers: list[bool] = []  # those that are running: whether they are recorded as a whole
         self._parameters: dict[str, Tensor] = {}
         self.handles: list[RemovableHandle] = []
@@ -62,21 +65,29 @@ class Watch:
         return bool(self._layers) and not self._layers[-1]
 
     def enter_model(self, model: nn.Module, inputs: Any) -> None:
+        if self._tracer is not None:
+            self._depth += 1  # the model calls itself
         if self._tracer is not None or not self._is_active():
             return
         if self._find_layouts is not None:
             self.layouts = self._find_layouts(model, inputs)
+            self.found |= bool(self.layouts)  # they are read with the number of examples of each pass
         counted = self._plan.counted()
         names: dict[int, str] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if (canonical := self._plan.aliases[name]) in counted:
                 names[id(parameter)] = canonical
                 self._parameters[canonical] = parameter
-        self.num_examples, self._num_uses = first_length(inputs), 0
+        self.num_examples = first_length(inputs)
+        self._num_uses.clear()
         self._tracer = Tracer(model, names, self.num_examples, self._use)
         self._tracer.__enter__()  # type: ignore[no-untyped-call]
 
-    def leave_model(self) -> None:
+    def leave_model(self, entirely: bool = False) -> None:
+        if self._depth and not entirely:
+            self._depth -= 1
+            return
+        self._depth = 0
         if self._tracer is not None:
             self._tracer.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self._tracer = None
@@ -103,8 +114,9 @@ class Watch:
 
     def _use(self, use: Use) -> None:
         self.found = True
-        self._record(use, {name: self._parameters[name] for name in use.names}, self._num_uses)
-        self._num_uses += 1
+        which = (*use.names, use.where)
+        self._record(use, {name: self._parameters[name] for name in use.names}, (str(which), self._num_uses[which]))
+        self._num_uses[which] += 1
 
 
 def _not_recorded(model: nn.Module, plan: Plan) -> list[tuple[str, nn.Module]]:

@@ -40,7 +40,7 @@ def _check(options: argparse.Namespace) -> int:
 
 def _function(target: str) -> Any:
     module, colon, name = target.partition(":")
-    if not colon or not module or not name:
+    if not colon or not module or not name or module.endswith(".py"):
         raise UsageError(f"{target!r}: MODULE:FUNCTION is needed, as in my_project.models:make.")
     sys.path.insert(0, "")
     try:

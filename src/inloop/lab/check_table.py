@@ -9,11 +9,11 @@ from inloop.checking import Check, Row
 
 def print_check(check: Check, console: Console) -> None:
     if check.rows:
-        console.print(_table(check))
-    for text in check.warnings:
-        console.print(f"[yellow]note[/] {escape(text)}", highlight=False)
+        console.print(_table(check, longest_name=max(16, console.width - 48)))
     for text in check.problems:
         console.print(f"[red]wrong[/] {escape(text)}", highlight=False)
+    for text in check.warnings:
+        console.print(f"[yellow]note[/] {escape(text)}", highlight=False)
     if check.ok:
         kept = sum(row.bytes_per_example for row in check.rows)
         console.print(
@@ -27,14 +27,14 @@ def _counted(check: Check) -> int:
     return sum(row.relative_error is not None for row in check.rows)
 
 
-def _table(check: Check) -> Table:
+def _table(check: Check, longest_name: int) -> Table:
     table = Table(title="every parameter against brute force", title_justify="left", box=None, pad_edge=False)
     for column in ("parameter", "shape", "aligned as", "error", "kept", "cost"):
         right = column in ("error", "kept", "cost")
         table.add_column(column, justify="right" if right else "left", overflow="fold", no_wrap=column != "aligned as")
     for row in check.rows:
         table.add_row(
-            escape(row.parameter),
+            escape(_shortened(row.parameter, longest_name)),
             "x".join(map(str, row.shape)) or "scalar",
             escape(row.rule or row.note),
             _error(row),
@@ -43,6 +43,12 @@ def _table(check: Check) -> Table:
             style="" if row.rule else "dim",
         )
     return table
+
+
+def _shortened(name: str, length: int) -> str:
+    """Without its middle, if it is too long."""
+    half = (length - 1) // 2
+    return name if len(name) <= length else f"{name[:half]}…{name[-half:]}"
 
 
 def _error(row: Row) -> str:

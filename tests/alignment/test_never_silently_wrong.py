@@ -1,0 +1,328 @@
+"""Models that look ordinary and are not: exact, or an error that says what to do, also without ``verify``."""
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call
+from torch.nn.utils import rnn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils.checkpoint import checkpoint
+
+from inloop import InloopError, capture
+from tests.alignment.architectures import D, Model, N, T
+from tests.alignment.exactness import (
+    assert_exact,
+    per_example_losses,
+    random_direction,
+    relative_error,
+    rewards_and_oracle,
+)
+
+
+@pytest.fixture(autouse=True)
+def _double():
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def linear(*sizes):
+    return nn.Linear(*sizes)
+
+
+# ------------------------------------------------------------------ training stays as it is
+
+
+class Writes(nn.Module):
+    """Its forward pass leaves traces: in its input, in a list, in a plain tensor, in Python's random state."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.ema, self.seen = linear(D, 3), torch.zeros(D), []
+
+    def forward(self, x, memory):
+        x.mul_(2).sub_(1)
+        self.ema.mul_(0.9).add_(x.mean(0))
+        self.seen.append(1)
+        memory.append(1)
+        return self.layer(x + self.ema + random.random())
+
+
+def test_finding_out_about_a_model_leaves_its_traces_alone():
+    def passed(record):
+        torch.manual_seed(0)
+        random.seed(0)
+        model, x, memory = Writes(), torch.randn(N, D), []
+        if record:
+            with capture(model, copy_inputs=True):
+                model(x, memory).square().sum().backward()
+        else:
+            model(x, memory).square().sum().backward()
+        return model.layer.weight.grad, x, model.ema, torch.tensor([len(model.seen), len(memory)]), random.random()
+
+    for with_capture, without in zip(passed(True), passed(False), strict=True):
+        assert torch.equal(torch.as_tensor(with_capture), torch.as_tensor(without))
+
+
+def test_an_interrupt_leaves_no_mode_behind():
+    def interrupt(m, x):
+        raise KeyboardInterrupt
+
+    model = Model(interrupt, layer=linear(D, D), gain=torch.randn(D))
+    with pytest.raises(KeyboardInterrupt), capture(model):
+        model(torch.randn(N, D))
+    assert _get_current_function_mode_stack() == []
+
+
+# ------------------------------------------------------------------ whose is a row?
+
+
+class Sorts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.cells, self.head = linear(D, D), nn.LSTM(D, D, batch_first=True), linear(D, 3)
+
+    def forward(self, x, lengths):
+        order = lengths.argsort(descending=True)
+        packed = rnn.pack_padded_sequence(self.first(x[order]), lengths[order], batch_first=True)
+        return self.head(self.cells(packed)[1][0][-1])[order.argsort()]
+
+
+def folded(m, x):
+    return m.head(torch.tanh(m.first(x.transpose(0, 1).flatten(0, 1)))).view(x.shape[1], len(x), -1).mean(0)
+
+
+def masked(m, x, mask):
+    x = x.transpose(0, 1)
+    scores = torch.einsum("tnd,snd->nts", m.first(x), x) + mask
+    return m.head(torch.einsum("nts,snd->tnd", scores.softmax(-1), x)).transpose(0, 1)
+
+
+def noisy_in_training(m, x):
+    if m.training:
+        x = x + m.scale * torch.randn_like(x)
+    return m.head(torch.tanh(m.first(x).transpose(0, 1) + m.places)).transpose(0, 1)
+
+
+REFUSED = {
+    "examples sorted inside": (Sorts(), (torch.randn(N, T, D), torch.tensor([2, 4, 1, 3, 4]))),
+    "one layer in two layouts": (
+        Model(lambda m, x: m.layer(x.transpose(0, 1)).transpose(0, 1) * m.layer(x), layer=linear(D, D)),
+        (torch.randn(N, N, D),),
+    ),
+    "a learned mask for all, as long as there are examples": (
+        Model(
+            lambda m, x: m.head(m.attention(x, x, x, attn_mask=m.mask)[0]),
+            attention=nn.MultiheadAttention(D, 2, batch_first=True),
+            mask=torch.randn(N, N),
+            head=linear(D, 90),
+        ),
+        (torch.randn(N, N, D),),
+    ),
+}
+
+
+@pytest.mark.parametrize("retain", ["exact", "half", "recompute"])
+@pytest.mark.parametrize("case", REFUSED)
+def test_rows_that_are_not_the_examples_in_order_are_refused(case, retain):
+    model, inputs = REFUSED[case]
+    inputs = [value.double() if value.is_floating_point() else value for value in inputs]
+    with pytest.raises(InloopError, match="do not move along"):
+        rewards_and_oracle(model.double(), *inputs, retain=retain)
+
+
+def test_a_head_that_starts_at_zero():
+    model = Model(folded, first=linear(D, D), head=linear(D, 3))
+    nn.init.zeros_(model.head.weight)
+    nn.init.zeros_(model.head.bias)
+    assert_exact(model, torch.randn(N, T, D))
+
+
+def test_small_inputs_and_then_others():
+    model = Model(folded, first=linear(D, D), head=linear(D, 3))
+    assert_exact(model, 1e-3 * torch.randn(N, T, D))
+    assert_exact(model, torch.randn(N, T, D))
+
+
+def test_sequences_of_another_length():
+    forward = lambda m, x: m.head(torch.tanh(m.first(x.flatten(0, 1)))).view(*x.shape[:2], 3)  # noqa: E731
+    model = Model(forward, first=linear(D, D), head=linear(D, 3))
+    for shape in ((6, 4, D), (6, 5, D), (8, 3, D), (6, 1, D)):
+        assert_exact(model, torch.randn(shape))
+
+
+@pytest.mark.parametrize("length", [N, T])
+def test_a_mask_over_positions_as_an_argument(length):
+    model = Model(masked, first=linear(D, D), head=linear(D, 3))
+    mask = torch.zeros(length, length).masked_fill(torch.ones(length, length).triu(1).bool(), -1e9)
+    assert_exact(model, torch.randn(N, length, D), mask)
+
+
+@pytest.mark.parametrize("length", [N, T])
+def test_operations_that_are_done_in_training_only(length):
+    parts = {"scale": torch.randn(()), "places": torch.randn(length, 1, D)}
+    assert_exact(Model(noisy_in_training, first=linear(D, D), head=linear(D, 9), **parts), torch.randn(N, length, D))
+
+
+def test_a_flag_that_changes_the_layout():
+    def forward(m, x, turned):
+        return m.head(torch.tanh(m.first(x.transpose(0, 1) if turned else x))).transpose(0, int(turned))
+
+    model = Model(forward, first=linear(D, D), head=linear(D, 3))
+    x = torch.randn(N, N, D)
+    for turned in (True, False):
+        rewards_N, oracle_N = rewards_and_oracle(model, forward=lambda m, turned=turned: m(x, turned))
+        assert relative_error(rewards_N, oracle_N) < 1e-9
+
+
+# ------------------------------------------------------------------ uses that cannot be seen
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, dout):
+        x, w = ctx.saved_tensors
+        return dout * w, (dout * x).sum(0)
+
+
+def normalized_in_place(m, x):
+    with torch.no_grad():
+        m.weight.copy_(F.normalize(m.weight, dim=0))
+    return m.head(m.first(x) @ m.weight)
+
+
+def written_through_a_view(m, x):
+    both = torch.zeros(len(x), 2, D)
+    both[:, 0].copy_(m.first(x))
+    both[:, 1].copy_(x)
+    return m.head(torch.tanh(both))
+
+
+def calls_itself(m, x, depth=2):
+    return torch.tanh(m.first(m(x, depth - 1) if depth else x)) * m.gain
+
+
+EXACT = {
+    "a parameter normalised in place": Model(
+        normalized_in_place, first=linear(D, D), weight=torch.randn(D, D), head=linear(D, 90)
+    ),
+    "data written through a view": Model(written_through_a_view, first=linear(D, D), head=linear(D, 3)),
+    "a model that calls itself": Model(calls_itself, first=linear(D, D), gain=torch.randn(D)),
+}
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_unusual_uses_that_are_exact(case):
+    assert_exact(EXACT[case].double(), torch.randn(N, D))
+
+
+def test_attention_by_function_with_bare_weights():
+    def forward(m, x):
+        x = x.transpose(0, 1)
+        out, weights = F.multi_head_attention_forward(
+            x, x, x, D, 2, m.inward, None, None, None, False, 0.0, m.outward, None, average_attn_weights=False
+        )
+        return m.head(torch.cat([out.transpose(0, 1).flatten(1), weights.flatten(1)], dim=1))
+
+    parts = {"inward": torch.randn(3 * D, D), "outward": torch.randn(D, D)}
+    assert_exact(Model(forward, head=linear(T * D + 2 * T * T, 90), **parts), torch.randn(N, T, D))
+
+
+UNSEEN = {
+    "a custom autograd function": Model(
+        lambda m, x: m.head(Product.apply(m.first(x), m.gain)),
+        first=linear(D, D),
+        gain=torch.randn(D),
+        head=linear(D, 9),
+    ),
+    "vmap": Model(
+        lambda m, x: torch.vmap(lambda row: torch.tanh(row @ m.weight))(m.first(x)),
+        first=linear(D, 20),
+        weight=torch.randn(20, D),
+    ),
+    "a layer under vmap": Model(lambda m, x: m.head(torch.vmap(m.first)(x)), first=linear(D, D), head=linear(D, 3)),
+    "written through a view of a constant": Model(
+        lambda m, x: m.head(m.first(x) @ _diagonal(m.diagonal) + x),
+        first=linear(D, D),
+        diagonal=torch.randn(D),
+        head=linear(D, 9),
+    ),
+    "a reentrant checkpoint": Model(
+        lambda m, x: m.head(checkpoint(lambda h: torch.tanh(h) * m.gain, m.first(x), use_reentrant=True)),
+        first=linear(D, D),
+        gain=torch.randn(D),
+        head=linear(D, 9),
+    ),
+}
+
+
+def _diagonal(values):
+    weight = torch.zeros(D, D)
+    weight.diagonal().copy_(values.exp())
+    return weight
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("case", UNSEEN)
+def test_uses_that_cannot_be_seen_are_named(case, verify):
+    model = UNSEEN[case].double()
+    model.zero_grad()
+    with pytest.raises(InloopError, match="recorded|meets the data"):
+        with capture(model, verify=verify) as tape:
+            per_example_losses(model(torch.randn(N, D))).mean().backward()
+        tape.align(random_direction(model))
+
+
+def test_a_parameter_in_the_loss_is_named():
+    model = Model(lambda m, x: m.first(x), first=linear(D, D), scale=torch.randn(()))
+    with pytest.raises(InloopError, match="'scale'"):
+        with capture(model) as tape:
+            (per_example_losses(model(torch.randn(N, D))) * model.scale.exp()).mean().backward()
+        tape.align(random_direction(model))
+
+
+def test_a_method_other_than_forward_is_named():
+    class Encoder(Model):
+        def encode(self, x):
+            return self.head(self.first(x) * self.gain)
+
+    model = Encoder(None, first=linear(D, D), gain=torch.randn(D), head=linear(D, 9))
+    with pytest.raises(InloopError, match="'gain'"):
+        with capture(model) as tape:
+            per_example_losses(model.encode(torch.randn(N, D))).mean().backward()
+        tape.align(random_direction(model))
+
+
+def test_a_layer_called_with_other_parameters_is_refused_by_name():
+    def forward(m, x):
+        return functional_call(m.layer, {name: 2 * value for name, value in m.layer.named_parameters()}, (x,))
+
+    model = Model(forward, layer=linear(D, 3))
+    with pytest.raises(InloopError, match=r"'layer' \(Linear\).*functional_call"), capture(model):
+        model(torch.randn(N, D))
+
+
+@pytest.mark.parametrize("make", [torch.jit.script, lambda m: torch.jit.trace(m, torch.randn(2, D))])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_torchscript_is_refused_by_name(make):
+    model = nn.Sequential(make(nn.Sequential(linear(D, D), nn.Tanh())), linear(D, 3))
+    with pytest.raises(InloopError, match="TorchScript"), capture(model):
+        pass
+
+
+def test_complex_activations():
+    def forward(m, x):
+        spectrum = torch.fft.rfft(m.first(x), dim=1) * m.gain
+        return m.head(torch.fft.irfft(spectrum, n=x.shape[1], dim=1))
+
+    model = Model(forward, first=linear(D, D), gain=torch.randn(T // 2 + 1, D), head=linear(D, 30))
+    assert_exact(model, torch.randn(N, T, D))
