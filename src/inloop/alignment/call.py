@@ -92,7 +92,7 @@ class LayerCall:
 
     def full(self) -> "LayerCall":
         """The call with its tensors in their own precision."""
-        if isinstance(self.dout, Tensor):
+        if not any(isinstance(leaf, Half) for leaf in leaves_of((self.args, self.kwargs, self.dout))):
             return self
         return self._with(tree_map_only(Half, Half.full, (self.args, self.kwargs, self.dout)))
 

@@ -1,17 +1,31 @@
 """Hooks that leave no trace: they know their owner only weakly, and do nothing in copies of the model."""
 
+import sys
 import weakref
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from functools import cache, wraps
+from typing import Any, Generic, TypeVar, cast
+
+import torch
 
 Owner = TypeVar("Owner")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def not_compiled(function: Function) -> Function:
-    """Marks a hook that torch.compile must leave as it is, as ``torch.compiler.disable`` does, which takes a second to import."""
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return function
+    """A hook that torch.compile leaves as it is, with all that it calls; without importing the compiler, which takes seconds."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (_disabled(function) if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
+
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return cast(Function, call)
+
+
+@cache
+def _disabled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return cast(Callable[..., Any], torch.compiler.disable(function))  # type: ignore[no-untyped-call]
 
 
 def _do_nothing(*_: object) -> None:
