@@ -515,3 +515,23 @@ def test_finding_out_where_the_examples_are_leaves_the_model_and_the_random_stat
         out = model(batch)
     assert torch.equal(out, expected)
     torch.testing.assert_close(model.state_dict(), twin.state_dict(), rtol=0, atol=0)
+
+
+def test_copies_of_the_model_are_let_go_at_once():
+    model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    seen = []
+
+    class Counted(nn.Module):
+        def forward(self, batch):
+            seen.append(weakref.ref(self))
+            return batch
+
+    model.append(Counted())
+    gc.disable()
+    try:
+        with capture(model):
+            model(x(5)).sum().backward()
+        assert len(seen) == 5  # four copies, and the model
+        assert sum(ref() is not None for ref in seen) == 1
+    finally:
+        gc.enable()

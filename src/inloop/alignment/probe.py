@@ -178,7 +178,8 @@ def _moved(inputs: Inputs, num_examples: int, squares: bool) -> Inputs:
 
 def _outputs(sample: nn.Module, plan: Plan, inputs: Inputs) -> _Seen:
     """The outputs of every recorded module and operation of a copy of ``sample``."""
-    model = copy.deepcopy(sample)
+    shared = {id(parameter): parameter for parameter in sample.parameters()}
+    model = copy.deepcopy(sample, memo=shared)  # buffers and attributes are its own
     sites = tuple(replace(site, module=model.get_submodule(site.name)) for site in plan.sites)
     seen: _Seen = {}
     watch = Watch(
@@ -192,6 +193,7 @@ def _outputs(sample: nn.Module, plan: Plan, inputs: Inputs) -> _Seen:
             model(*inputs[0], **inputs[1])
     finally:
         watch.leave_model(entirely=True)
+        remove_hooks(model)  # which know the watch, which knows the model: without them all is let go at once
     return seen
 
 
