@@ -145,6 +145,15 @@ def bare_parameter_around_batchnorm_in_eval():
 
 
 @architecture
+def noise_in_evaluation_too():
+    def forward(m, x):
+        mean, spread = m.encode(x).chunk(2, dim=1)
+        return m.decode(mean + spread.exp() * torch.randn_like(mean))
+
+    return Model(forward, encode=nn.Linear(D, 4), decode=nn.Linear(2, D)), (rows(),)
+
+
+@architecture
 def gates_in_a_list():
     forward = lambda m, x: m.head(x * m.gates[0].sigmoid() + m.gates[1])  # noqa: E731
     gates = nn.ParameterList([torch.randn(D), torch.randn(D)])

@@ -64,9 +64,9 @@ def _try(model: nn.Module, plan: Plan, inputs: Inputs, num_examples: int) -> Lay
     try:
         with _nothing_outside_moves(model):
             sample = _disturbed(model)
-            before, again = (_outputs(sample, plan, _copied(inputs)) for _ in range(2))
+            before, again = (_outputs(sample, plan, _copied(inputs), seed) for seed in range(2))
             moved = [
-                _outputs(sample, plan, _moved(_copied(inputs), num_examples, squares)) for squares in (True, False)
+                _outputs(sample, plan, _moved(_copied(inputs), num_examples, squares), 0) for squares in (True, False)
             ]
     except (
         Exception
@@ -79,7 +79,8 @@ def _try(model: nn.Module, plan: Plan, inputs: Inputs, num_examples: int) -> Lay
         raise UnsupportedLayerError(
             f"When the examples of the batch change places, the rows of '{name}', of shape {tuple(shape)}, do not move along: they are not the "
             f"{num_examples} examples in their order, or examples depend on each other or on their place. Whose a row is cannot be told. "
-            "Fix: give the layer a row for each example, in order (sort and route outside of the model), or leave it out with layers=."
+            "Fix: give the layer a row for each example, in order (sort and route outside of the model), pass the batch as the model's first "
+            "tensor, which is where the examples are counted, or leave the layer out with layers=."
         )
     return found
 
@@ -176,7 +177,7 @@ def _moved(inputs: Inputs, num_examples: int, squares: bool) -> Inputs:
     return args, kwargs
 
 
-def _outputs(sample: nn.Module, plan: Plan, inputs: Inputs) -> _Seen:
+def _outputs(sample: nn.Module, plan: Plan, inputs: Inputs, seed: int) -> _Seen:
     """The outputs of every recorded module and operation of a copy of ``sample``."""
     shared = {id(parameter): parameter for parameter in sample.parameters()}
     model = copy.deepcopy(sample, memo=shared)  # buffers and attributes are its own
@@ -187,7 +188,7 @@ def _outputs(sample: nn.Module, plan: Plan, inputs: Inputs) -> _Seen:
     )
     for site in sites:
         site.module.register_forward_hook(_keep(seen, site.name, watch), prepend=True)
-    torch.manual_seed(0)
+    torch.manual_seed(seed)  # another one shows what is random
     try:
         with torch.enable_grad():
             model(*inputs[0], **inputs[1])
