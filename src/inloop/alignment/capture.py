@@ -27,7 +27,7 @@ def capture(
     """Record one forward and backward pass, to align its examples with any direction afterwards.
 
     Args:
-        model: Any module. Row i of every layer's output must belong to example i: examples on the first axis, in one order.
+        model: Any module. The first axis of its first input counts the examples; where they are in its layers is found out.
         reduction: How the loss that is back-propagated reduces over examples, "mean" or "sum".
         layers: Which layers count: names (each with all below it) or a predicate on (name, module); None for all.
         batchnorm_affine: Whether BatchNorm's own weight and bias count (the paper's authors left them out).

@@ -70,6 +70,7 @@ def bench_figure(rows: Sequence[dict[str, Any]]) -> Figure:
     axes = figure.subplots(len(models), 2, squeeze=False, height_ratios=heights)
     for line, model in zip(axes, models, strict=True):
         of_model = [row for row in measured if row["model"] == model]
+        of_model.sort(key=lambda row: (not row["mode"].startswith("gar"), row["mode"]))
         labels = [row["mode"] for row in of_model]
         colours = [_OURS if label.startswith("gar") else _OTHERS for label in labels]
         for axis, quantity in zip(line, ("time_ratio", "memory_ratio"), strict=True):
