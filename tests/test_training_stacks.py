@@ -81,6 +81,31 @@ def test_activation_checkpointing(reentrant, retain, expected):
     assert Loop(Checkpointed(reentrant), retain=retain).run(plain_step) == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.parametrize("retain", ["exact", "recompute"])
+def test_a_layer_before_a_reentrant_checkpoint(retain, expected):
+    class Later(Checkpointed):
+        def forward(self, x):
+            return self.net[4](checkpoint(self.net[2:4], self.net[:2](x), use_reentrant=True))
+
+    assert Loop(Later(True), retain=retain).run(plain_step) == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_pending_step_with_a_bare_parameter_survives():
+    """What an operation amounts to is saved, as functions cannot be."""
+    whole = Loop(Attends().double())
+    expected = whole.run(plain_step)
+    loop = Loop(Attends().double())
+    batches = loop.batches
+    loop.batches = batches[:3]
+    rewards = loop.run(plain_step)
+    state = loop.learner.state_dict(pending=True)
+    loop.learner.close()
+    loop.learner = InLoop(loop.model, MixturePolicy(3), generator=torch.Generator().manual_seed(0), dry_run=True)
+    loop.learner.load_state_dict(state)
+    loop.batches = batches[3:]
+    assert rewards + loop.run(plain_step) == pytest.approx(expected, rel=1e-9)
+
+
 def test_two_micro_batches(expected):
     def step(loop, x, y):
         loop.learner.skip()

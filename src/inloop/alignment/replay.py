@@ -6,6 +6,7 @@ each other, and each layer's call is aligned at the moment when its gradient arr
 are not computed, but for the first layers, to which the backward pass must reach.
 """
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -109,7 +110,8 @@ def _can_be_divided(call: LayerCall) -> bool:
     """Whether the first example alone has the output that it had among all. What has as many rows may be no examples (a mask)."""
     one = _examples(call, slice(0, 1))
     try:
-        with torch.no_grad():
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a checkpoint says that nothing is differentiated here
             checked(one, tensors_in(one.run(dict(call.layer.named_parameters(remove_duplicate=False)))))
     except (RuntimeError, ValueError, IndexError, UnsupportedLayerError):
         return False
