@@ -11,6 +11,7 @@ from torch import nn
 
 import inloop
 from inloop.alignment.rules import _RULES
+from inloop.cli import main
 from tests.alignment.exactness import assert_exact
 from tests.training import make_sources
 
@@ -127,3 +128,17 @@ def test_the_tables_are_those_of_the_committed_runs(experiment, line):
     for path, text in module.pages().items():
         assert path.read_text() == text, f"{path} is not up to date: python results/{experiment}/table.py"
         assert line in text
+
+
+def test_the_check_of_the_readme(monkeypatch, capsys):
+    """What does not depend on the machine: parameters, shapes, rules and what is kept."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.setenv("COLUMNS", "140")
+    assert main(["check", "check_model:make"]) == 0
+
+    def rows(text):
+        return re.findall(r"^(\S+) +(\d+(?:x\d+)?) +(\S.*?) +\S+e[+-]\d+ +(\d+ B) +\d+%$", text, flags=re.MULTILINE)
+
+    shown = rows(capsys.readouterr().out)
+    assert len(shown) == 7
+    assert rows((ROOT / "README.md").read_text()) == shown

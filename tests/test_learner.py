@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from inloop import Bernoulli, Categorical, InLoop, Mixture, MixturePolicy, Product
-from inloop import learner as learner_module
+from inloop import Bernoulli, Categorical, InLoop, Mixture, MixturePolicy, Product, step_checks
 from inloop.alignment.oracles import align_by_loss
 from inloop.errors import BatchSizeError, OverwrittenTensorError, UnsupportedLayerError, UsageError, VerificationError
 from inloop.reinforce import normalise
 from inloop.rewards import Reward
+from tests.alignment.architectures import UnseenProduct
 from tests.training import Run, make_net, make_sources
 
 
@@ -566,30 +566,17 @@ def test_a_reference_function_that_returns_no_loss(held_out_loss, got):
 
 
 def test_a_model_that_does_not_add_up_is_named_and_the_learner_closed():
-    class Rows(torch.autograd.Function):
-        """A product that no torch function shows."""
-
-        @staticmethod
-        def forward(ctx, rows, weight):
-            ctx.save_for_backward(rows, weight)
-            return rows @ weight.T
-
-        @staticmethod
-        def backward(ctx, dout):
-            rows, weight = ctx.saved_tensors
-            return dout @ weight, dout.T @ rows
-
     class Functional(nn.Module):
         def __init__(self):
             super().__init__()
-            self.used = nn.Linear(16, 8)
-            self.bypassed = nn.Linear(8, 4, bias=False)
+            self.used = nn.Linear(16, 4)
+            self.bypassed = nn.Parameter(torch.ones(4))
 
         def forward(self, batch):
-            return Rows.apply(self.used(batch), self.bypassed.weight)
+            return UnseenProduct.apply(self.used(batch), self.bypassed)
 
     run = Run(net=Functional())
-    with pytest.raises(VerificationError, match="'bypassed.weight'"):
+    with pytest.raises(VerificationError, match="'bypassed'"):
         run.step()
     assert num_hooks(run.model) == 0
     with pytest.raises(UsageError, match="This learner is closed"):
@@ -912,10 +899,10 @@ def test_mixture_and_learner_draw_independently_without_arguments():
 
 
 def test_batchnorm_is_warned_of_once(caplog):
-    learner_module._warn_once.cache_clear()
+    step_checks._warn_once.cache_clear()
     for _ in range(2):
         InLoop(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), MixturePolicy(2)).close()
     assert len([line for line in caplog.messages if "mixes the examples" in line]) == 1
-    learner_module._warn_once.cache_clear()
+    step_checks._warn_once.cache_clear()
     InLoop(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval(), MixturePolicy(2)).close()
     assert len([line for line in caplog.messages if "mixes the examples" in line]) == 1

@@ -14,12 +14,10 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from inloop.alignment import Direction, gradients_of
 from inloop.alignment.capture import make_recorder
@@ -43,19 +41,11 @@ from inloop.step_checks import (
     refuse_missing_gradients,
     refuse_other_batch_sizes,
     scale_of,
+    warn_of_coupled_examples,
     what_is_not_finite,
 )
 
 log = logging.getLogger("inloop")
-_COUPLED = (
-    "the model has BatchNorm in training mode, which mixes the examples of a batch: rewards are a decomposition of the batch's gradient "
-    "that adds up to it, not derivatives of single losses (said once)"
-)
-
-
-@cache
-def _warn_once(text: str) -> None:
-    log.warning(text)
 
 
 _CHANGED_GRADIENTS = (
@@ -160,8 +150,7 @@ class InLoop:
             copy_inputs=copy_inputs,
             retain=retain,
         )
-        if any(isinstance(module, _BatchNorm) and module.training for module in model.modules()):
-            _warn_once(_COUPLED)
+        warn_of_coupled_examples(model)
         self._begin_step()
 
     # ---------------------------------------------------------------- the two calls of a training loop

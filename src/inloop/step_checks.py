@@ -1,18 +1,23 @@
 """What must hold of a training step before it can be paid or pay for another."""
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import get_total_norm
 
 from inloop.alignment import Direction, Tape
 from inloop.alignment.batch_size import Structure, batch_sizes, structure_of
 from inloop.draws import Draw
 from inloop.errors import BatchSizeError, UsageError
+
+log = logging.getLogger("inloop")
 
 
 def as_number(loss: Tensor | float) -> float:
@@ -37,6 +42,20 @@ def scale_of(scaler: torch.amp.GradScaler | None) -> float:
             "it right after scaler.scale(loss).backward()."
         )
     return float(scaler.get_scale())
+
+
+def warn_of_coupled_examples(model: nn.Module) -> None:
+    """BatchNorm in training mode gives rewards another meaning, which is worth saying once."""
+    if any(isinstance(module, _BatchNorm) and module.training for module in model.modules()):
+        _warn_once(
+            "the model has BatchNorm in training mode, which mixes the examples of a batch: rewards are a decomposition of the batch's "
+            "gradient that adds up to it, not derivatives of single losses (said once)"
+        )
+
+
+@cache
+def _warn_once(text: str) -> None:
+    log.warning(text)
 
 
 def gradient_norm(gradients: Direction) -> float:

@@ -15,6 +15,7 @@ from inloop.alignment import gradients_of
 from inloop.alignment.capture import make_recorder
 from inloop.alignment.oracles import align_by_loss
 from inloop.errors import BatchSizeError, OverwrittenTensorError, UsageError, VerificationError
+from tests.alignment.architectures import UnseenProduct
 from tests.alignment.exactness import assert_exact, random_direction
 
 N = 6
@@ -371,20 +372,6 @@ def test_gradients_that_were_there_before_are_named():
         model(x(5)).sum().backward()
 
 
-class _Times(torch.autograd.Function):
-    """What torch functions cannot be seen in."""
-
-    @staticmethod
-    def forward(ctx, values, factor):
-        ctx.save_for_backward(values, factor)
-        return values * factor
-
-    @staticmethod
-    def backward(ctx, dout):
-        values, factor = ctx.saved_tensors
-        return dout * factor, (dout * values).sum(dim=0)
-
-
 def test_weights_used_where_nothing_can_be_seen_are_named():
     class Hidden(nn.Module):
         def __init__(self):
@@ -393,7 +380,7 @@ def test_weights_used_where_nothing_can_be_seen_are_named():
             self.bypassed = nn.Linear(5, 3)
 
         def forward(self, batch):
-            return _Times.apply(self.used(batch), self.bypassed.weight[0])
+            return UnseenProduct.apply(self.used(batch), self.bypassed.weight[0])
 
     model = Hidden().double()
     with (

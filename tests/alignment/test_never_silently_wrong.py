@@ -12,7 +12,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from inloop import InloopError, capture
-from tests.alignment.architectures import D, Model, N, T
+from tests.alignment.architectures import D, Model, N, T, UnseenProduct
 from tests.alignment.exactness import (
     assert_exact,
     per_example_losses,
@@ -182,18 +182,6 @@ def test_a_flag_that_changes_the_layout():
 # ------------------------------------------------------------------ uses that cannot be seen
 
 
-class Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x * w
-
-    @staticmethod
-    def backward(ctx, dout):
-        x, w = ctx.saved_tensors
-        return dout * w, (dout * x).sum(0)
-
-
 def normalized_in_place(m, x):
     with torch.no_grad():
         m.weight.copy_(F.normalize(m.weight, dim=0))
@@ -239,7 +227,7 @@ def test_attention_by_function_with_bare_weights():
 
 UNSEEN = {
     "a custom autograd function": Model(
-        lambda m, x: m.head(Product.apply(m.first(x), m.gain)),
+        lambda m, x: m.head(UnseenProduct.apply(m.first(x), m.gain)),
         first=linear(D, D),
         gain=torch.randn(D),
         head=linear(D, 9),
@@ -271,13 +259,14 @@ def _diagonal(values):
     return weight
 
 
+@pytest.mark.parametrize("retain", ["exact", "recompute"])
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("case", UNSEEN)
-def test_uses_that_cannot_be_seen_are_named(case, verify):
+def test_uses_that_cannot_be_seen_are_named(case, verify, retain):
     model = UNSEEN[case].double()
     model.zero_grad()
     with pytest.raises(InloopError, match="recorded|meets the data"):
-        with capture(model, verify=verify) as tape:
+        with capture(model, verify=verify, retain=retain) as tape:
             per_example_losses(model(torch.randn(N, D))).mean().backward()
         tape.align(random_direction(model))
 

@@ -5,7 +5,7 @@ exponential, a lookup). All of that, from the parameters to the output, is one f
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -59,6 +59,15 @@ class Recipe:
             return result
         result = self.function(*args, **kwargs)
         return result if self.index is None else result[self.index]
+
+    def map(self, change: Callable[[Any], Any]) -> "Recipe":
+        """The same with its values and tensors changed, also in the recipes that it is made of."""
+        args, kwargs = tree_map_only(
+            (Value, Tensor, Recipe),
+            lambda part: part.map(change) if isinstance(part, Recipe) else change(part),
+            (self.args, self.kwargs),
+        )
+        return replace(self, args=args, kwargs=kwargs)
 
     @property
     def name(self) -> str:

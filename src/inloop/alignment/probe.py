@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from inloop.alignment.call import tensors_in
 from inloop.alignment.layout import Layout, Layouts
 from inloop.alignment.plan import Plan
-from inloop.alignment.trace import Use
+from inloop.alignment.trace import Use, first_length
 from inloop.alignment.twin import remove_hooks
 from inloop.alignment.watch import Watch
 from inloop.errors import UnsupportedLayerError
@@ -47,7 +47,7 @@ def layouts_of(model: nn.Module, plan: Plan, inputs: Inputs) -> Layouts:
         UnsupportedLayerError: If the rows of an output are not the examples in their order.
     """
     tensors = tensors_in(inputs)
-    num_examples = next((len(tensor) for tensor in tensors if tensor.dim()), 0)
+    num_examples = first_length(inputs) or 0
     options = tuple(leaf for leaf in tree_leaves(inputs) if isinstance(leaf, bool | int | str))
     kind = tuple(site.name for site in plan.sites), tuple(tensor.dim() for tensor in tensors), options
     known = _KNOWN.setdefault(model, {})

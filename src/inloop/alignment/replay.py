@@ -27,6 +27,7 @@ from inloop.alignment.recorder import Recorder
 from inloop.alignment.rules import Rule
 from inloop.alignment.tape import Tape
 from inloop.alignment.twin import make_twin
+from inloop.alignment.verification import refuse_unseen_uses
 from inloop.errors import UnsupportedLayerError
 
 _NUM_PARTS = 4  # that a batch is replayed in
@@ -144,28 +145,37 @@ def _replay(described: _Described, call: LayerCall, visit: Callable[[LayerCall],
             outputs = checked(call, tensors_in(model(*call.args, **call.kwargs)))
         output = outputs[call.output_index]
         del outputs
-        if tape.first_parameters and not _is_checkpointed_reentrantly(output):
+        reached, is_reentrant = _graph_of(output)
+        if tape.first_parameters and not is_reentrant:
             # The backward pass goes as far as the first layers' parameters, and leaves out the gradients of all others.
             torch.autograd.grad(output, tape.first_parameters, call.dout, allow_unused=True)
         else:
             torch.autograd.backward(output, call.dout)  # into the twin, which is forgotten
+            reached |= {id(value) for value in parameters.values() if value.grad is not None}
+        used = {plan.aliases[name] for name, value in parameters.items() if id(value) in reached}
+        refuse_unseen_uses(used - tape.accounted - plan.partly_covered)
         for black_box in tape.black_boxes:
             visit(black_box)
         recorder.remove()
 
 
-def _is_checkpointed_reentrantly(output: Tensor) -> bool:
-    """Whether there is a checkpoint in the graph that only a whole backward pass can go through."""
+def _graph_of(output: Tensor) -> tuple[set[int], bool]:
+    """The leaves that a gradient of ``output`` goes to, by identity, and whether only a whole backward pass can go there.
+
+    That is so for a reentrant checkpoint, whose own graph is not a part of this one.
+    """
+    leaves, is_reentrant = set(), False
     seen, waiting = set(), [output.grad_fn]
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
             continue
-        if node.name() == "CheckpointFunctionBackward":
-            return True
         seen.add(node)
+        is_reentrant |= node.name() == "CheckpointFunctionBackward"
+        if (leaf := getattr(node, "variable", None)) is not None:
+            leaves.add(id(leaf))
         waiting.extend(function for function, _ in node.next_functions)
-    return False
+    return leaves, is_reentrant
 
 
 class _VisitedTape(Tape):
@@ -184,6 +194,7 @@ class _VisitedTape(Tape):
 
     def write(self, call: AnyCall) -> None:
         assert isinstance(call, LayerCall)
+        self.accounted.update(call.parameter_names.values())
         if call.rule.replays:
             self.black_boxes.append(call)
         else:

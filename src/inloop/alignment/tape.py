@@ -23,8 +23,8 @@ from inloop.alignment.half import Halves
 from inloop.alignment.plan import Plan
 from inloop.alignment.reduced import ReducedCall, reduced
 from inloop.alignment.spare import Spare
-from inloop.alignment.verification import verify_calls
-from inloop.errors import UsageError, VerificationError
+from inloop.alignment.verification import refuse_unseen_uses, verify_calls
+from inloop.errors import UsageError
 
 Reduction = Literal["mean", "sum"]
 Retention = Literal["exact", "half", "recompute"]
@@ -235,7 +235,7 @@ class Tape:
                 "Nothing was recorded. A tape is filled by a forward and a backward pass while it is open, through layers with "
                 "trainable parameters that meet the data. Fix: run both inside the `with inloop.capture(model) as tape:` block."
             )
-        self._refuse_unseen_uses()
+        refuse_unseen_uses(self._trainable & set(self.passes) - self.accounted - self._plan.partly_covered)
         sizes = batch_sizes(self.calls) if self._sizes is None else self._sizes
         totals = {} if self.early is None else dict(self.early.sums)
         for call in self.calls:
@@ -247,17 +247,6 @@ class Tape:
         return torch.cat(
             [totals[batch] if batch in totals else torch.zeros(size, device=device) for batch, size in sizes.items()]
         )
-
-    def _refuse_unseen_uses(self) -> None:
-        """A parameter that a backward pass has reached, past all that was recorded, is an error also without ``verify``."""
-        unseen = self._trainable & set(self.passes) - self.accounted - self._plan.partly_covered
-        if unseen and not any(call.rule.visit_layers for call in self.calls):
-            raise VerificationError(
-                f"Parameter '{min(unseen)}' has a gradient, but no recorded call or operation used it. What usually is the reason: it is used "
-                "outside of the model's forward (in the loss, or in a method other than forward), in a custom autograd function, in "
-                "torch.vmap, in a reentrant checkpoint, or through a view. Fix: use it in the model's forward by plain torch functions, "
-                "put it into a small module of its own, or leave it out with layers=."
-            )
 
     def verify(self, gradients: Direction) -> None:
         """Check ``sum_i c_i(p.grad) = ‖p.grad‖²`` for every parameter p.

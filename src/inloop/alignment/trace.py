@@ -9,15 +9,17 @@ Layers called with data are recorded by their own hooks; what happens inside of 
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from inloop.alignment.black_box import random_state
+from inloop.alignment.call import tensors_in
 from inloop.alignment.operation import Recipe, Value, is_in_place, is_random_factory
 
 Record = Callable[["Use"], None]
@@ -70,14 +72,14 @@ class Tracer(TorchFunctionMode):
 
     def has_data(self, tree: Any) -> bool:
         """Whether arguments have a tensor that may belong to examples."""
-        return any(self._kind(tensor) is None for tensor in _tensors(tree))
+        return any(self._kind(tensor) is None for tensor in tensors_in(tree))
 
     def has_derived(self, tree: Any) -> bool:
-        return any(isinstance(self._kind(tensor), Recipe | Value) for tensor in _tensors(tree))
+        return any(isinstance(self._kind(tensor), Recipe | Value) for tensor in tensors_in(tree))
 
     def has_row_for_each_example(self, tree: Any) -> bool:
         """Whether a constant was given a batch axis by expanding it, as in ``positions.expand(N, T)``."""
-        first = next(_tensors(tree), None)
+        first = next(iter(tensors_in(tree)), None)
         return first is not None and first.dim() > 1 and len(first) == self._num_examples and first.stride(0) == 0
 
     def enter_layer(self) -> None:
@@ -120,7 +122,7 @@ class Tracer(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._inside:
             return function(*args, **kwargs)
-        given = list(_tensors((args, kwargs)))
+        given = tensors_in((args, kwargs))
         kinds = [self._kind(tensor) for tensor in given]
         derived = torch.is_grad_enabled() and any(isinstance(kind, Recipe | Value) for kind in kinds)
         if not derived:
@@ -137,7 +139,7 @@ class Tracer(TorchFunctionMode):
         state = {} if _is_attribute(function) else random_state(given[0].device)
         result = function(*args, **kwargs)
         written = args[0] if in_place else result
-        if not any(out.requires_grad for out in _tensors(written)):
+        if not any(out.requires_grad for out in tensors_in(written)):
             if None not in kinds:
                 self._remember(written, None)
             return result
@@ -160,7 +162,7 @@ class Tracer(TorchFunctionMode):
         for index, out in enumerate(results):
             if isinstance(out, Tensor) and out.requires_grad:
                 out = out.clone()
-                self._record(Use(_output(recipe, index), data, names, out, f"in the operation '{recipe.name}'"))
+                self._record(Use(replace(recipe, index=index), data, names, out, f"in the operation '{recipe.name}'"))
             new.append(out)
         return type(results)(new)
 
@@ -171,7 +173,7 @@ class Tracer(TorchFunctionMode):
             if isinstance(out, Tensor):
                 kind: Recipe | Constant = _CONSTANT
                 if recipe is not None and out.requires_grad:
-                    kind = _output(recipe, index) if several else recipe
+                    kind = replace(recipe, index=index) if several else recipe
                 self._known[id(out)] = out, kind
 
     def _recipe(
@@ -207,33 +209,19 @@ class Tracer(TorchFunctionMode):
             return slot(tensor.detach().clone() if isinstance(tensor, nn.Parameter) else tensor.detach())
 
         counter = itertools.count()
-        new_args, new_kwargs = _map_tensors(lambda tensor: part(tensor, next(counter)), (args, kwargs))
+        new_args, new_kwargs = tree_map_only(Tensor, lambda tensor: part(tensor, next(counter)), (args, kwargs))
         recipe = Recipe(function, new_args, new_kwargs, in_place=in_place, random_state=state)
         return (recipe, slots, list(names)) if is_data else (self._closed(recipe, slots), [], list(names))
 
     @staticmethod
     def _closed(recipe: Recipe, slots: list[Tensor]) -> Recipe:
         """With its constants in it, until it meets data."""
-        return _map_recipe(recipe, lambda value: slots[value.source] if isinstance(value.source, int) else value)
+        return recipe.map(lambda value: slots[value.source] if isinstance(value.source, int) else value)
 
 
 def _is_attribute(function: Callable[..., Any]) -> bool:
     """Reading x.shape or x.T is a call, too; it draws no random numbers."""
     return getattr(function, "__name__", "") == "__get__"
-
-
-def _output(recipe: Recipe, index: int) -> Recipe:
-    return Recipe(recipe.function, recipe.args, recipe.kwargs, index, recipe.in_place, recipe.random_state)
-
-
-def _map_recipe(recipe: Recipe, change: Callable[[Any], Any]) -> Recipe:
-    def each(part: Any) -> Any:
-        if isinstance(part, Recipe):
-            return _map_recipe(part, change)
-        return change(part) if isinstance(part, Value | Tensor) else part
-
-    args, kwargs = _map_leaves(each, (recipe.args, recipe.kwargs))
-    return Recipe(recipe.function, args, kwargs, recipe.index, recipe.in_place, recipe.random_state)
 
 
 def _with_slots(recipe: Recipe, slot: Callable[[Tensor], Value], names: dict[str, None]) -> Recipe:
@@ -245,35 +233,9 @@ def _with_slots(recipe: Recipe, slot: Callable[[Tensor], Value], names: dict[str
         names[str(part.source)] = None
         return part
 
-    return _map_recipe(recipe, change)
+    return recipe.map(change)
 
 
-def _map_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
-    if isinstance(tree, tuple):
-        return tuple(_map_leaves(change, part) for part in tree)
-    if isinstance(tree, list):
-        return [_map_leaves(change, part) for part in tree]
-    if isinstance(tree, dict):
-        return {key: _map_leaves(change, part) for key, part in tree.items()}
-    return change(tree)
-
-
-def _map_tensors(change: Callable[[Tensor], Any], tree: Any) -> Any:
-    return _map_leaves(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf, tree)
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    """Tensors among arguments, with their dicts and sequences."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, tuple | list):
-        for part in tree:
-            yield from _tensors(part)
-    elif isinstance(tree, dict):
-        for part in tree.values():
-            yield from _tensors(part)
-
-
-def first_length(trees: Iterable[Any]) -> int | None:
+def first_length(inputs: Any) -> int | None:
     """The number of rows of the first tensor among a model's inputs."""
-    return next((len(tensor) for tensor in _tensors(tuple(trees)) if tensor.dim()), None)
+    return next((len(tensor) for tensor in tensors_in(inputs) if tensor.dim()), None)

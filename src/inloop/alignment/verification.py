@@ -45,6 +45,21 @@ def verify_calls(calls: Sequence[AnyCall], gradients: Mapping[str, Tensor | None
             raise VerificationError(_what_is_wrong(name, total, norm))
 
 
+def refuse_unseen_uses(unseen: Collection[str]) -> None:
+    """Raise if there are parameters that a backward pass has reached past all that was recorded.
+
+    Raises:
+        VerificationError: Naming the first of them.
+    """
+    if unseen:
+        raise VerificationError(
+            f"Parameter '{min(unseen)}' has a gradient, but no recorded call or operation used it. What usually is the reason: it is used "
+            "outside of the model's forward (in the loss, or in a method other than forward), in a custom autograd function, in "
+            "torch.vmap, in a reentrant checkpoint, or through a view. Fix: use it in the model's forward by plain torch functions, "
+            "put it into a small module of its own, or leave it out with layers=."
+        )
+
+
 def _magnitude(calls: Sequence[AnyCall], name: str, unit: Tensor) -> float:
     """``sum |dout| |f(x; g)|``, element by element."""
     magnitude = 0.0
