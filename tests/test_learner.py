@@ -296,7 +296,7 @@ def test_options_reach_what_they_are_for():
     frozen = Run(policy=policy, accumulate=1, policy_optimizer=torch.optim.SGD(policy.parameters(), lr=0.0)).train(4)
     assert torch.equal(frozen.policy.scores, torch.zeros(4))
     assert frozen.reports[-1].updated
-    assert Run().learner.reinforce.optimizer.defaults["lr"] == 0.1
+    assert Run().learner.updater.optimizer.defaults["lr"] == 0.1
     by_mean, by_sum = Run().train(2), Run(reduction="sum").train(2)
     assert by_mean.reports[1].reward_mean == pytest.approx(64 * by_sum.reports[1].reward_mean, rel=1e-5)
     copying = Run(copy_inputs=True)
@@ -462,11 +462,11 @@ def test_an_overwritten_batch_leaves_no_half_updated_policy():
     run.optimizer.step()
     run.optimizer.zero_grad()
     x.zero_()
-    before = run.learner.reinforce.state_dict(), run.policy.scores.detach().clone()
+    before = run.learner.updater.state_dict(), run.policy.scores.detach().clone()
     with pytest.raises(OverwrittenTensorError):
         run.step()
     assert torch.equal(run.policy.scores, before[1])
-    assert run.learner.reinforce.state_dict()["steps"] == before[0]["steps"]
+    assert run.learner.updater.state_dict()["steps"] == before[0]["steps"]
     assert run.learner._pending is None
     run.optimizer.zero_grad()
     run.train(2)
@@ -596,7 +596,7 @@ def test_verify_on_every_step_sees_a_later_penalty():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"reward": "loss"}, "reward='loss': allowed are 'gar', 'nslr'"),
+        ({"reward": "best"}, "reward='best': allowed are 'gar', 'nslr', 'loss'"),
         ({"reference": "last"}, "reference='last': allowed are 'next', 'previous' and a function"),
         ({"reference": "previous", "reward": "nslr"}, "no meaning for a next-step loss"),
         ({"accumulate": 0}, "accumulate=0"),

@@ -12,7 +12,7 @@ from inloop.reinforce import Reinforce, normalise
 
 
 def draw(policy, n, seed=0):
-    return Draw(policy.sample(n, torch.Generator().manual_seed(seed)), copy.deepcopy(policy), version=0)
+    return Draw(policy.sample(n, torch.Generator().manual_seed(seed)), (n,), copy.deepcopy(policy), version=0)
 
 
 def policy_gradient(policy, draw, weights_N):

@@ -65,7 +65,7 @@ class Problem:
         rewards_N = reward(Step(len(actions), tape), reference)
         moved = copy.deepcopy(self.policy)
         reinforce = Reinforce(moved, torch.optim.SGD(moved.parameters(), lr=1.0), 1, "none")
-        reinforce.add(rewards_N, [Draw(actions, copy.deepcopy(self.policy), 0)])
+        reinforce.add(rewards_N, [Draw(actions, (len(actions),), copy.deepcopy(self.policy), 0)])
         return (moved.scores - self.policy.scores).detach()
 
     def expected_update(self, reward, n):

@@ -4,41 +4,74 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from inloop.alignment import Direction
 from inloop.alignment.plan import Plan
 from inloop.alignment.saved_tape import restore_tape, tape_state
-from inloop.policies import Actions, Policy, count_actions
+from inloop.distributed import gather_rows, rank, world_size
+from inloop.policies import Actions, Policy, part_of
 from inloop.rewards import Step
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Draw:
-    """Actions, and a copy of the policy as it was when it drew them.
+    """Actions for a (micro-)batch, and a copy of the policy as it was when it drew them.
 
     Attributes:
+        everyone: For the examples of all processes that train together, in their order.
+        counts: How many of them each process has.
         version: How many updates the policy had seen by then.
         neutral: Whether these are the plain choices of an interleaved step, which are never paid.
     """
 
-    actions: Actions
+    everyone: Actions
+    counts: tuple[int, ...]
     policy: Policy
     version: int
     neutral: bool = False
 
     @property
+    def mine(self) -> slice:
+        """The range of this process's examples among everyone's."""
+        start = sum(self.counts[: rank()])
+        return slice(start, start + self.num_examples)
+
+    @property
+    def actions(self) -> Actions:
+        """For this process's examples."""
+        return self.everyone if len(self.counts) == 1 else part_of(self.everyone, self.mine)
+
+    @property
     def num_examples(self) -> int:
-        return count_actions(self.actions)
+        """Of this process."""
+        return self.counts[rank()]
+
+    @property
+    def num_everyone(self) -> int:
+        """Of all processes."""
+        return sum(self.counts)
 
     def state_dict(self) -> dict[str, Any]:
         policy = {name: value.clone() for name, value in self.policy.state_dict().items()}
-        return {"actions": self.actions, "policy": policy, "version": self.version, "neutral": self.neutral}
+        return {
+            "everyone": self.everyone,
+            "counts": list(self.counts),
+            "policy": policy,
+            "version": self.version,
+            "neutral": self.neutral,
+        }
 
     @classmethod
     def restored(cls, policy: Policy, state: dict[str, Any]) -> "Draw":
-        """The draw of ``state_dict``, by a copy of ``policy`` with the parameters of then."""
+        """The draw of ``state_dict``, by a copy of ``policy`` with the parameters of then; for as many processes as there are now."""
         drawn_by = copy.deepcopy(policy)
         drawn_by.load_state_dict(state["policy"])
-        return cls(state["actions"], drawn_by, state["version"], state["neutral"])
+        counts, processes = tuple(state["counts"]), world_size()
+        if len(counts) != processes:
+            counts = tuple(len(part) for part in torch.arange(sum(counts)).tensor_split(processes))
+        return cls(state["everyone"], counts, drawn_by, state["version"], state["neutral"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +91,16 @@ class DrawnStep:
         return any(draw.neutral for draw in self.draws)
 
     @property
+    def num_everyone(self) -> int:
+        """Examples of all processes."""
+        return sum(draw.num_everyone for draw in self.draws)
+
+    def rewards_of_everyone(self, rewards_N: Tensor) -> Tensor:
+        """The rewards of all processes' examples, in the order of the draws' ``everyone``, from those of this process's own."""
+        parts = torch.split(rewards_N, [draw.num_examples for draw in self.draws])
+        return torch.cat([gather_rows(part, draw.counts) for draw, part in zip(self.draws, parts, strict=True)])
+
+    @property
     def begun(self) -> bool:
         """Whether a part of the step was paid already, so that it cannot be paid by another gradient."""
         return self.step.tape is not None and self.step.tape.begun
@@ -75,6 +118,7 @@ class DrawnStep:
             "draws": [draw.state_dict() for draw in self.draws],
             "num_examples": self.step.num_examples,
             "tape": tape,
+            "losses": self.step.losses_N,
             "scale": self.scale,
         }
 
@@ -82,4 +126,4 @@ class DrawnStep:
     def restored(cls, policy: Policy, plan: Plan, state: dict[str, Any]) -> "DrawnStep":
         tape = None if state["tape"] is None else restore_tape(plan, state["tape"])
         draws = [Draw.restored(policy, saved) for saved in state["draws"]]
-        return cls(Step(state["num_examples"], tape), draws, state["scale"])
+        return cls(Step(state["num_examples"], tape, state["losses"]), draws, state["scale"])

@@ -27,3 +27,15 @@ class OverwrittenTensorError(InloopError, RuntimeError):
 
 class VerificationError(InloopError, RuntimeError):
     """The recorded examples do not add up to the gradient of a parameter; the message names it."""
+
+
+class LostProcessError(InloopError, RuntimeError):
+    """Another process of a distributed run cannot be reached."""
+
+
+class FileWriteError(InloopError):
+    """A file that could not be written; what was there before is still there."""
+
+
+class CheckpointError(InloopError):
+    """A checkpoint that is not there, damaged, or none of ours."""

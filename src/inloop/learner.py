@@ -13,33 +13,34 @@ first shows in what is sampled for step t+2.
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from inloop.alignment import Direction, gradients_of
+from inloop.alignment import Direction, Tape, gradients_of
 from inloop.alignment.capture import make_recorder
 from inloop.alignment.early import EarlyAlignment
 from inloop.alignment.plan import LayerFilter
 from inloop.alignment.tape import Reduction, Retention, check_reduction
+from inloop.distributed import begin_alike, is_distributed, is_sharded, unwrapped, world_size
 from inloop.draws import Draw, DrawnStep
 from inloop.errors import UsageError, VerificationError
-from inloop.policies import Actions, Policy
+from inloop.policies import Actions, Policy, SelfTaught
 from inloop.randomness import default_generator
-from inloop.reinforce import Reinforce
+from inloop.reinforce import OwnRule, Reinforce
 from inloop.report import StepReport, describe_collapse, summarise_rewards
 from inloop.rewards import Normalisation, Reference, Reward, Step, as_reward, check_reference, held_out_reference
 from inloop.sampler import Sampler
 from inloop.step_checks import (
     Verifier,
+    agree,
     as_number,
     gradient_norm,
     is_cleared,
-    is_distributed,
     refuse_missing_gradients,
     refuse_other_batch_sizes,
+    refuse_other_losses,
     scale_of,
     warn_of_coupled_examples,
     what_is_not_finite,
@@ -60,7 +61,8 @@ class InLoop:
     Args:
         model: The model in training.
         policy: The distribution to learn.
-        reward: "gar" (gradient alignment), "nslr" (next-step loss), or a :class:`~inloop.rewards.Reward`.
+        reward: "gar" (gradient alignment), "nslr" (next-step loss), "loss" (each example's own, for baselines), or a
+            :class:`~inloop.rewards.Reward`.
         reference: What a step is judged by: "next" (the next step, as in the paper), "previous" (the step before), or a
             function that returns a scalar loss on held-out data; it is evaluated at the parameters after the step.
         accumulate: Paid steps for each policy update.
@@ -90,7 +92,7 @@ class InLoop:
         model: nn.Module,
         policy: Policy,
         *,
-        reward: Literal["gar", "nslr"] | Reward = "gar",
+        reward: Literal["gar", "nslr", "loss"] | Reward = "gar",
         reference: Literal["next", "previous"] | Callable[[], Tensor] = "next",
         accumulate: int = 10,
         interleave: bool = False,
@@ -115,7 +117,7 @@ class InLoop:
         if start_after < 0:
             raise UsageError(f"start_after={start_after}: allowed are whole numbers from 0.")
         check_reduction(reduction)
-        self.model = model
+        self.model = model = unwrapped(model)
         self.policy = policy
         self.reward = as_reward(reward)
         check_reference(reference, self.reward)
@@ -125,15 +127,20 @@ class InLoop:
         self.dry_run = dry_run
         self.reduction = reduction
         self.callback = callback
-        self.reinforce = Reinforce(
-            policy,
-            policy_optimizer or torch.optim.Adam(policy.parameters(), lr=0.1),
-            accumulate,
-            normalisation or self.reward.normalisation,
+        self.updater = (
+            OwnRule(policy)
+            if isinstance(policy, SelfTaught)
+            else Reinforce(
+                policy,
+                policy_optimizer or torch.optim.Adam(policy.parameters(), lr=0.1),
+                accumulate,
+                normalisation or self.reward.normalisation,
+            )
         )
         self.num_steps = 0
         self.num_dropped = 0
         self._sampler = Sampler(policy, generator or default_generator("sampling of actions"))
+        begin_alike(self._sampler.generator, policy)
         self._verifier = Verifier(verify)
         self._pending: DrawnStep | None = None
         self._previous: Reference | None = None
@@ -141,8 +148,9 @@ class InLoop:
         self._collapsing = False
         self._paused = 0
         self._closed = False
-        # Whether every step had one backward pass (None: not known yet). Then much can be let go of in passing.
-        self._one_pass: bool | None = None
+        # Whether every step had one backward pass (None: not known yet). Then much can be let go of in passing, if the gradients that
+        # it leaves are final: with other processes they may still have to be averaged.
+        self._one_pass: bool | None = False if is_distributed() else None
         self._recorder = make_recorder(
             model,
             layers,
@@ -168,7 +176,7 @@ class InLoop:
             plain: Draw the policy's neutral choices, for the plain steps of interleaving.
         """
         self._refuse_if_closed()
-        return self._sampler.draw(n, self.reinforce.version, plain)
+        return self._sampler.draw(n, self.updater.version, plain)
 
     def use(self, draw: Draw) -> None:
         """The next (micro-)batch that is trained on is the one that was chosen by ``draw``."""
@@ -182,6 +190,16 @@ class InLoop:
             self._recorder.stop()  # never paid, so nothing to record
         elif self._recorder.tape is not None:
             self._recorder.tape.batch = len(self._sampler.waiting) - 1
+
+    @property
+    def loss_weight(self) -> float:
+        """What to multiply the mean loss of this (micro-)batch with if processes have different numbers of examples, else 1.
+
+        Processes average their gradients, so an example of a small part would count for more than one of a large. With this
+        weight the average is that of the mean over all examples.
+        """
+        draw = self._sampler.waiting[-1] if self._sampler.waiting else None
+        return 1.0 if draw is None or not draw.num_everyone else world_size() * draw.num_examples / draw.num_everyone
 
     @property
     def num_waiting(self) -> int:
@@ -199,7 +217,11 @@ class InLoop:
         self._begin_step(self._sampler.waiting)
 
     def step(
-        self, loss: Tensor | float, actions: Actions | None = None, scaler: torch.amp.GradScaler | None = None
+        self,
+        loss: Tensor | float,
+        actions: Actions | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        losses: Tensor | None = None,
     ) -> StepReport:
         """Pay the step before with this step's gradient. Call it after ``backward``, before clipping and the optimizer.
 
@@ -208,6 +230,7 @@ class InLoop:
             actions: What was chosen for this step's examples; None for all that was sampled since the last step.
             scaler: That the loss was scaled with before ``backward``, so that rewards are those of the loss itself. A step that it
                 will skip, for gradients that are not finite, is dropped here, too.
+            losses: Of each example, [N]; for the reward "loss".
 
         Raises:
             UsageError: Without actions, or without gradients.
@@ -218,9 +241,9 @@ class InLoop:
         if self._paused:
             raise UsageError("learner.step was called inside learner.paused(). Fix: leave the block first.")
         scale = scale_of(scaler)
-        draws = self._sampler.take(actions, self.reinforce.version)
+        draws = self._sampler.take(actions, self.updater.version)
         try:
-            report = self._step(as_number(loss), draws, scale)
+            report = self._step(as_number(loss), draws, scale, losses)
         except VerificationError as error:
             self.close()
             raise VerificationError(f"{error} The learner has been closed.") from None
@@ -233,26 +256,29 @@ class InLoop:
             self.callback(report)
         return report
 
-    def _step(self, loss: float, draws: list[Draw], scale: float) -> StepReport:
+    def _step(self, loss: float, draws: list[Draw], scale: float, losses_N: Tensor | None) -> StepReport:
         gradients = gradients_of(self.model)
         norm = gradient_norm(gradients)
-        current = replace(self._finish_recording(draws, gradients, norm), scale=scale)
+        tape = self._finish_recording(draws, gradients, norm)
+        refuse_other_losses(losses_N, draws)
+        num_examples = sum(draw.num_examples for draw in draws)
+        current = DrawnStep(Step(num_examples, tape, None if losses_N is None else losses_N.detach()), draws, scale)
+        agreed = agree(loss, norm, self._verifier.wants(tape), self.num_steps, self.policy)
         self.num_steps += 1
-        lag = max(self.reinforce.version - draw.version for draw in draws)
-        if problem := what_is_not_finite(loss, gradients, norm):
+        lag = max(self.updater.version - draw.version for draw in draws)
+        problem = what_is_not_finite(agreed.loss, gradients, agreed.norm)
+        if tape is not None and tape.missed_a_pass:
+            self._one_pass, problem = False, problem or _CHANGED_GRADIENTS
+        if problem:
             self._drop_pending()
             current.release()
             return self._report(lag, dropped=problem)
-        if current.step.tape is not None:
-            if current.step.tape.missed_a_pass:
-                self._one_pass = False
-                self._drop_pending()
-                current.release()
-                return self._report(lag, dropped=_CHANGED_GRADIENTS)
-            self._one_pass = self._one_pass is not False and current.step.tape.had_one_pass
-            self._verifier.check(current.step.tape, gradients)
-        paid, reference = self._match(current, Reference(gradients, loss, scale))
-        if paid is None or paid.step.num_examples == 0:
+        if tape is not None:
+            self._one_pass = self._one_pass is not False and tape.had_one_pass
+            if agreed.verifies:
+                self._verifier.check(tape, gradients)
+        paid, reference = self._match(current, Reference(gradients, agreed.loss, scale))
+        if paid is None or paid.num_everyone == 0:
             return self._report(lag)
         if paid.begun_with_other(gradients):
             self._one_pass = False
@@ -261,12 +287,13 @@ class InLoop:
         rewards_N = self.reward(paid.step, reference)
         if self.reward.needs_tape:
             rewards_N = rewards_N / (paid.scale * reference.scale)
+        rewards_N = paid.rewards_of_everyone(rewards_N)
         self._paid_since_saved = True
         paid.release()
         if not bool(rewards_N.isfinite().all()):
             return self._report(lag, dropped="a reward is not finite")
         moves = not self.dry_run and self.num_steps > self.start_after
-        updated = moves and self.reinforce.add(rewards_N, paid.draws)
+        updated = moves and self.updater.add(rewards_N, paid.draws)
         return self._report(lag, updated=updated, **summarise_rewards(self.policy, paid.draws, rewards_N))
 
     def _report(self, lag: int, dropped: str | None = None, **payment: Any) -> StepReport:
@@ -310,21 +337,23 @@ class InLoop:
     def _begin_payment(self) -> EarlyAlignment | None:
         """Let the next backward pass pay the step that waits, layer by layer: its tape shrinks as the new one grows.
 
-        Not if a step has several backward passes, or other processes have a part in the gradients: then those that a backward
-        pass leaves are not final.
+        Not if a step has several backward passes: then the gradients that a backward pass leaves are not final.
         """
         tape = None if self._pending is None else self._pending.step.tape
-        final = self._one_pass is True and not is_distributed()
-        if tape is None or not final or self.reference != "next" or not self.reward.aligns_once:
+        if tape is None or self._one_pass is not True or self.reference != "next" or not self.reward.aligns_once:
             return None
         return tape.align_early()
 
     def _was_abandoned(self) -> bool:
-        """Whether a backward pass was recorded whose gradients were then cleared without a step."""
-        tape = self._recorder.tape
+        """Whether a backward pass was recorded whose gradients were then cleared without a step.
+
+        Several processes might see it differently (and accumulated gradients of sharded parameters cannot be seen): there
+        ``skip`` must be called.
+        """
+        tape = None if is_distributed() else self._recorder.tape
         return tape is not None and bool(tape.calls) and is_cleared(gradients_of(self.model))
 
-    def _finish_recording(self, draws: list[Draw], gradients: Direction, norm: float) -> DrawnStep:
+    def _finish_recording(self, draws: list[Draw], gradients: Direction, norm: float) -> Tape | None:
         """Take the step's tape, if it has one, and refuse what cannot be a training step."""
         tape = None if any(draw.neutral for draw in draws) else self._recorder.tape
         refuse_missing_gradients(tape, gradients, norm)
@@ -335,9 +364,10 @@ class InLoop:
             )
         if tape is not None:
             refuse_other_batch_sizes(tape, draws)
+            tape.mean_over = sum(draw.num_everyone for draw in draws) / world_size()
         self._recorder.stop()
         self._recorder.early = None
-        return DrawnStep(Step(sum(draw.num_examples for draw in draws), tape), draws)
+        return tape
 
     def _drop_pending(self) -> None:
         if self._pending is not None:
@@ -390,6 +420,13 @@ class InLoop:
                 step is dropped, here and now; as the run that goes on drops it too, it and a run continued from this state are
                 equal bit for bit.
         """
+        if pending and is_distributed():
+            raise UsageError(
+                "state_dict(pending=True) would keep the examples of this process alone. Fix: save without what is pending; the state is then "
+                "the same in all processes, and continues with any number of them."
+            )
+        if any(is_sharded(value) for value in (self._previous.direction.values() if self._previous else ())):
+            self._previous = None  # a gradient of the whole model; the next step goes unpaid, here, too
         if self._pending is not None and self._pending.begun:  # between a backward pass and its step
             self._drop_pending()
         if not pending and self._pending is not None:
@@ -401,7 +438,7 @@ class InLoop:
             self._drop_pending()
         return {
             "policy": {name: value.clone() for name, value in self.policy.state_dict().items()},
-            "reinforce": self.reinforce.state_dict(),
+            "reinforce": self.updater.state_dict(),
             "generator": self._sampler.generator.get_state(),
             "num_steps": self.num_steps,
             "num_dropped": self.num_dropped,
@@ -421,7 +458,7 @@ class InLoop:
         saved = state["pending"]
         pending = None if saved is None else DrawnStep.restored(self.policy, self._recorder.plan, saved)
         self.policy.load_state_dict(state["policy"])
-        self.reinforce.load_state_dict(state["reinforce"])
+        self.updater.load_state_dict(state["reinforce"])
         self._sampler.generator.set_state(state["generator"])
         self.num_steps, self.num_dropped = state["num_steps"], state["num_dropped"]
         self._previous = None if state["previous"] is None else Reference(**state["previous"])

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from inloop.distributed import is_distributed
 from inloop.errors import UsageError
 
 log = logging.getLogger("inloop")
@@ -74,6 +75,11 @@ class MetaGradient:
     ) -> None:
         if remedy not in ("stop-gradient", "phi-free"):
             raise UsageError(f"remedy={remedy!r}: allowed are 'stop-gradient' and 'phi-free'.")
+        if is_distributed():
+            raise UsageError(
+                "MetaGradient differentiates a step of one process, and there are several. Fix: train in one, or learn a sampled choice "
+                "with inloop.InLoop."
+            )
         if computation not in ("reuse", "unroll"):
             raise UsageError(f"computation={computation!r}: allowed are 'reuse' and 'unroll'.")
         if not isinstance(optimizer, torch.optim.SGD) or type(optimizer).step is not torch.optim.SGD.step:

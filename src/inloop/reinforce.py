@@ -1,4 +1,4 @@
-"""REINFORCE: move the policy towards choices that were rewarded.
+"""How a policy learns from rewards; by REINFORCE, it moves towards choices that were rewarded.
 
     G = sum over the steps of a window, sum_i  w_i ∇_φ log p(a_i; φ_t)         w: the normalised rewards
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from inloop.draws import Draw
 from inloop.errors import UsageError
-from inloop.policies import Policy
+from inloop.policies import Policy, SelfTaught, concatenate
 from inloop.rewards import Normalisation
 
 
@@ -49,14 +49,14 @@ class Reinforce:
         self._unrewarded = [torch.zeros_like(p) for p in trainable(self.policy)]
 
     def add(self, rewards_N: Tensor, draws: Sequence[Draw]) -> bool:
-        """Take in one step's rewards, in the order of its draws; returns whether the policy was updated."""
+        """Take in one step's rewards, of all processes, in the order of its draws; returns whether the policy was updated."""
         rewards_N = rewards_N.detach().to("cpu", torch.float64)
         weights_N = rewards_N
         if self.normalisation == "step":
             weights_N = normalise(rewards_N)
         elif self.normalisation == "center":
             weights_N = rewards_N - rewards_N.mean()
-        parts = list(zip(draws, torch.split(weights_N, [draw.num_examples for draw in draws]), strict=True))
+        parts = list(zip(draws, torch.split(weights_N, [draw.num_everyone for draw in draws]), strict=True))
         rewarded = [score_gradient(draw, weights_n) for draw, weights_n in parts]
         if self.normalisation == "window":
             _add(self._unrewarded, [score_gradient(draw, torch.ones_like(weights_n)) for draw, weights_n in parts])
@@ -102,6 +102,27 @@ class Reinforce:
                 gradient.copy_(value)
 
 
+class OwnRule:
+    """Lets a policy learn by its own rule, each step."""
+
+    def __init__(self, policy: SelfTaught) -> None:
+        self.policy = policy
+        self.version = 0
+
+    def add(self, rewards_N: Tensor, draws: Sequence[Draw]) -> bool:
+        """Take in one step's rewards, of all processes, in the order of its draws; returns whether the policy was updated."""
+        with torch.no_grad():
+            updated = self.policy.learn(concatenate([draw.everyone for draw in draws]), rewards_N.detach().cpu())
+        self.version += updated
+        return updated
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"version": self.version}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.version = state["version"]
+
+
 def normalise(rewards_N: Tensor) -> Tensor:
     """``(r - mean) / std`` with the unbiased std; zero where there is no spread, as for a batch of one."""
     if len(rewards_N) < 2:
@@ -118,7 +139,7 @@ def _mean_and_std(count: float, total: float, squares: float) -> tuple[float, fl
 def score_gradient(draw: Draw, weights_N: Tensor) -> list[Tensor]:
     """``sum_i w_i ∇_φ log p(a_i; φ_t)``, at the parameters that drew the actions."""
     parameters = trainable(draw.policy)
-    log_prob_N = draw.policy.log_prob(draw.actions)
+    log_prob_N = draw.policy.log_prob(draw.everyone)
     objective = (weights_N.to(log_prob_N) * log_prob_N).sum()
     gradients = torch.autograd.grad(objective, parameters, allow_unused=True)
     return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True)]

@@ -76,9 +76,9 @@ def describe_collapse(probabilities: Sequence[float]) -> str:
 
 
 def summarise_rewards(policy: Policy, draws: Sequence[Draw], rewards_N: Tensor) -> dict[str, Any]:
-    """The reward fields of a report."""
+    """The reward fields of a report, over the examples of all processes."""
     return {
         "reward_mean": float(rewards_N.mean()),
         "reward_std": float(rewards_N.std()) if len(rewards_N) > 1 else 0.0,
-        "rewards": policy.summarise(concatenate([draw.actions for draw in draws]), rewards_N),
+        "rewards": policy.summarise(concatenate([draw.everyone for draw in draws]), rewards_N),
     }

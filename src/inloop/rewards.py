@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from inloop.alignment import Direction, Tape
+from inloop.distributed import average_gradient, gather_numbers, is_sharded
 from inloop.errors import UsageError
 
 Normalisation = Literal["step", "center", "window", "none"]
@@ -20,10 +21,16 @@ Normalisation = Literal["step", "center", "window", "none"]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What is kept of step t until it is paid. ``tape`` is None if the reward does not need one."""
+    """What is kept of step t until it is paid.
+
+    Attributes:
+        tape: None if the reward does not need one.
+        losses_N: Of its examples, if they were given.
+    """
 
     num_examples: int
     tape: Tape | None
+    losses_N: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +74,10 @@ def held_out_reference(model: nn.Module, held_out_loss: Callable[[], Tensor], wi
 
 def _evaluate(model: nn.Module, held_out_loss: Callable[[], Tensor], with_gradient: bool) -> Reference:
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if with_gradient and any(is_sharded(parameter) for parameter in named.values()):
+        raise UsageError(
+            "A held-out reference needs gradients on the side, which a sharded model has not. Fix: use 'next'."
+        )
     with torch.enable_grad():
         loss = held_out_loss()
         if not isinstance(loss, Tensor) or loss.dim() != 0 or (with_gradient and not loss.requires_grad):
@@ -75,10 +86,11 @@ def _evaluate(model: nn.Module, held_out_loss: Callable[[], Tensor], with_gradie
                 f"The reference function returned {got}. It must take no argument and return a scalar loss of the model with its "
                 "graph: not .item(), not under no_grad, and without calling backward."
             )
+        mean_loss = float(gather_numbers(float(loss.detach())).mean())
         if not with_gradient:
-            return Reference({}, float(loss.detach()))
+            return Reference({}, mean_loss)
         gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-    return Reference(dict(zip(named, gradients, strict=True)), float(loss.detach()))
+    return Reference(average_gradient(dict(zip(named, gradients, strict=True))), mean_loss)
 
 
 class Reward(ABC):
@@ -122,7 +134,21 @@ class NextStepLoss(Reward):
         return torch.full((step.num_examples,), -reference.loss, dtype=torch.float64)
 
 
-_REWARDS: dict[str, type[Reward]] = {"gar": GradientAlignment, "nslr": NextStepLoss}
+class ExampleLoss(Reward):
+    """``r_i = l_i(θ_t)``, for baselines that prefer what is not learned yet; ``learner.step`` must be given the losses."""
+
+    needs_tape = False
+    normalisation: Normalisation = "none"
+
+    def __call__(self, step: Step, reference: Reference) -> Tensor:
+        if step.losses_N is None:
+            raise UsageError(
+                "The reward 'loss' needs the loss of each example. Fix: call learner.step(losses.mean(), losses=losses)."
+            )
+        return step.losses_N
+
+
+_REWARDS: dict[str, type[Reward]] = {"gar": GradientAlignment, "nslr": NextStepLoss, "loss": ExampleLoss}
 
 
 def as_reward(reward: str | Reward) -> Reward:

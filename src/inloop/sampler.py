@@ -5,9 +5,10 @@ from collections.abc import Sequence
 
 import torch
 
+from inloop.distributed import gather_counts, gather_rows
 from inloop.draws import Draw
 from inloop.errors import UsageError
-from inloop.policies import Actions, Policy, same_actions
+from inloop.policies import Actions, Policy, count_actions, map_actions, same_actions
 
 
 class Sampler:
@@ -24,10 +25,12 @@ class Sampler:
         self._version = -1
 
     def draw(self, n: int, version: int, plain: bool) -> Draw:
+        """For ``n`` examples of this process; all processes draw together, for the examples of all of them."""
         source = self.policy.neutral if plain else self.policy.sample
+        counts = gather_counts(n)
         with torch.no_grad():
-            actions = source(n, self.generator)
-        return Draw(actions, self._copy_of(version), version, plain)
+            everyone = source(sum(counts), self.generator)
+        return Draw(everyone, counts, self._copy_of(version), version, plain)
 
     def take(self, actions: Actions | None, version: int) -> list[Draw]:
         """The draws of a step: all that wait, or the one of these actions, or a new one if they were drawn elsewhere."""
@@ -43,7 +46,9 @@ class Sampler:
             return [known]
         with torch.no_grad():
             self.policy.log_prob(actions)  # refuses what is no action of this policy
-        return [Draw(actions, self._copy_of(version), version)]
+        counts = gather_counts(count_actions(actions))
+        everyone = map_actions(lambda tensor: gather_rows(tensor, counts), actions)
+        return [Draw(everyone, counts, self._copy_of(version), version)]
 
     def forget(self, draws: Sequence[Draw]) -> None:
         self.waiting = [draw for draw in self.waiting if draw not in draws]

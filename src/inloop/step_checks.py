@@ -4,6 +4,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
@@ -14,6 +15,7 @@ from torch.nn.utils import get_total_norm
 
 from inloop.alignment import Direction, Tape
 from inloop.alignment.batch_size import Structure, batch_sizes, structure_of
+from inloop.distributed import gather_numbers, is_distributed, own_part, whole
 from inloop.draws import Draw
 from inloop.errors import BatchSizeError, UsageError
 
@@ -60,17 +62,12 @@ def _warn_once(text: str) -> None:
 
 def gradient_norm(gradients: Direction) -> float:
     """‖g‖ over all parameters: one pass that shows gradients that are gone (zero) or broken (not finite)."""
-    return float(get_total_norm([_values(gradient) for gradient in gradients.values() if gradient is not None]))
+    return float(whole(get_total_norm([_values(gradient) for gradient in gradients.values() if gradient is not None])))
 
 
 def is_cleared(gradients: Direction) -> bool:
     """Whether there is no gradient that is not exactly zero."""
-    return not any(gradient is not None and bool(_values(gradient).any()) for gradient in gradients.values())
-
-
-def is_distributed() -> bool:
-    """Whether gradients may be averaged over processes after the backward pass has left them."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
+    return not any(g is not None and bool(own_part(_values(g)).any()) for g in gradients.values())
 
 
 def _has_gradient(tape: Tape, gradients: Direction) -> bool:
@@ -113,6 +110,15 @@ def refuse_other_batch_sizes(tape: Tape, draws: Sequence[Draw]) -> None:
         )
 
 
+def refuse_other_losses(losses_N: Tensor | None, draws: Sequence[Draw]) -> None:
+    """Raise unless there is one loss for each example, if any."""
+    num_examples = sum(draw.num_examples for draw in draws)
+    if losses_N is not None and losses_N.shape != (num_examples,):
+        raise BatchSizeError(
+            f"learner.step was given losses of shape {tuple(losses_N.shape)}; needed is one for each of the {num_examples} examples."
+        )
+
+
 class Verifier:
     """Checks that the recorded examples of a step account for its gradients.
 
@@ -127,13 +133,15 @@ class Verifier:
         self.when = when
         self._seen: Counter[Structure] = Counter()
 
+    def wants(self, tape: Tape | None) -> bool:
+        """Whether this step is to be checked."""
+        if tape is None or self.when != "first":
+            return tape is not None and self.when is True
+        return self._seen[structure_of(tape.calls)] < 2
+
     def check(self, tape: Tape, gradients: Direction) -> None:
-        if self.when is False:
-            return
-        kind = structure_of(tape.calls)
-        if self.when is True or self._seen[kind] < 2:
-            tape.verify(gradients)
-            self._seen[kind] += 1
+        tape.verify(gradients)
+        self._seen[structure_of(tape.calls)] += 1
 
 
 def what_is_not_finite(loss: float, gradients: Direction, norm: float) -> str | None:
@@ -141,10 +149,45 @@ def what_is_not_finite(loss: float, gradients: Direction, norm: float) -> str | 
     if not math.isfinite(loss):
         return f"the loss is {loss}"
     if not math.isfinite(norm):  # or finite entries with squares that are not
-        for name, gradient in gradients.items():
-            if gradient is not None and not bool(_values(gradient).isfinite().all()):
-                return f"the gradient of '{name}' is not finite"
+        values = ((name, own_part(_values(g))) for name, g in gradients.items() if g is not None)
+        name = next((name for name, part in values if not bool(part.isfinite().all())), None)
+        if gather_numbers(name is not None).any():
+            return f"the gradient of '{name}' is not finite" if name else "a gradient is not finite in another process"
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What all processes must take the same decisions by.
+
+    Attributes:
+        loss: The mean of their losses, which is the loss whose gradient they have.
+        norm: Of that gradient.
+        verifies: Whether one of them sees a kind of step that is to be verified.
+    """
+
+    loss: float
+    norm: float
+    verifies: bool
+
+
+def agree(loss: float, norm: float, verifies: bool, num_steps: int, policy: nn.Module) -> Agreement:
+    """Let all processes know of each other's loss, gradient and wish to verify.
+
+    Raises:
+        UsageError: If they are at different steps, or have different policies.
+    """
+    if not is_distributed():
+        return Agreement(loss, norm, verifies)
+    with torch.no_grad():
+        mark = sum((float(value.double().sum()) for value in policy.parameters()), start=0.0)
+    told = gather_numbers(loss, norm, verifies, num_steps, mark)
+    if not bool((told[:, 3:] == told[0, 3:]).all()):
+        raise UsageError(
+            f"The processes' learners are not at one: they have done {[int(n) for n in told[:, 3].tolist()]} steps, and the sums of their "
+            f"policies' parameters are {told[:, 4].tolist()}. Fix: call sample, step, skip and load_state_dict in all of them alike."
+        )
+    return Agreement(float(told[:, 0].mean()), float(told[:, 1].max()), bool(told[:, 2].any()))
 
 
 def _values(gradient: Tensor) -> Tensor:

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from inloop import cli
-from inloop.errors import UsageError
-from inloop.lab import run_folder as run_folder_module
+from inloop.atomic_files import write_atomically
+from inloop.errors import FileWriteError, UsageError
 from inloop.lab.digits import digits
 from inloop.lab.networks import NETWORKS, make_network
-from inloop.lab.run_folder import RunFolder, RunFolderError, write_atomically
+from inloop.lab.run_folder import RunFolder, RunFolderError
 from inloop.lab.split_settings import SplitSettings, with_defaults
 from inloop.lab.splits import areas, hold_out, run_seed
 from inloop.lab.summary import mean_and_interval, show_interval
@@ -174,7 +174,7 @@ def test_a_killed_command_continues(tmp_path):
         env=environment,
     )
     deadline = time.time() + 60
-    while not (tmp_path / "killed" / "seed-0" / "checkpoint.pt").exists() and time.time() < deadline:
+    while not (tmp_path / "killed" / "seed-0" / "checkpoints").exists() and time.time() < deadline:
         time.sleep(0.02)
     killed.send_signal(signal.SIGKILL)
     killed.wait()
@@ -197,22 +197,23 @@ def test_a_disk_that_fills_up_while_a_checkpoint_is_written(tmp_path):
     script = """
 import resource, signal, sys, torch
 from pathlib import Path
-from inloop.lab.run_folder import RunFolder, RunFolderError
+from inloop.errors import FileWriteError
+from inloop.lab.run_folder import RunFolder
 folder = RunFolder(Path(sys.argv[1]), "splits", {}).seed(0)
 folder.save({"x": torch.zeros(10)}, [])
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
 try:
-    folder.save({"x": torch.zeros(100_000)}, [])
-except RunFolderError as error:
+    folder.save({"x": torch.zeros(100_000)}, [{}])
+except FileWriteError as error:
     print(error)
-print(folder.load()[0]["x"].shape, sorted(p.name for p in folder.path.iterdir()))
+print(folder.load()[0]["x"].shape, sorted(p.name for p in folder.checkpoints.folder.iterdir()))
 """
     done = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path / "run")], capture_output=True, text=True, check=True
     )
-    assert "checkpoint.pt could not be written" in done.stdout
-    assert "torch.Size([10]) ['checkpoint.pt', 'epochs.jsonl']" in done.stdout
+    assert "step-00000001.pt could not be written" in done.stdout
+    assert "torch.Size([10]) ['step-00000000.pt']" in done.stdout
 
 
 def test_restart_removes_only_what_a_run_wrote(tmp_path, data):
@@ -239,8 +240,8 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(run_folder_module.os, "fsync", full)
-    with pytest.raises(RunFolderError, match="could not be written .*No space left.* the one before it is still there"):
+    monkeypatch.setattr("inloop.atomic_files.os.fsync", full)
+    with pytest.raises(FileWriteError, match="could not be written .*No space left.* the one before it is still there"):
         write_atomically(path, lambda file: file.write(b"new"))
     assert path.read_bytes() == b"old"
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint.pt"]
@@ -263,9 +264,14 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
 
 def test_damaged_files_of_a_run_are_named(tmp_path):
     folder = RunFolder(tmp_path / "run", "splits", quick().as_dict()).seed(0)
-    (folder.path / "checkpoint.pt").write_bytes(b"nonsense")
-    with pytest.raises(RunFolderError, match=r"checkpoint.pt cannot be read .* remove it"):
+    folder.save({}, [])
+    folder.checkpoints.path(1).write_bytes(b"nonsense")
+    with pytest.raises(
+        RunFolderError, match=r"step-00000001.pt is no checkpoint .* of step 0, is whole.* Fix: remove the damaged"
+    ):
         folder.load()
+    folder.checkpoints.path(1).unlink()
+    assert folder.load() == ({}, [])
     (folder.path / "result.json").write_text("{")
     with pytest.raises(RunFolderError, match=r"result.json is damaged"):
         folder.result()

@@ -185,3 +185,79 @@ def test_bad_arguments_are_named():
     ):
         with pytest.raises(UsageError, match=message):
             Mixture(sources).loader(learner, **options)
+
+
+class Marked(Dataset):
+    """Every example says which source it is from."""
+
+    def __init__(self, source):
+        self.source = source
+
+    def __len__(self):
+        return 30
+
+    def __getitem__(self, index):
+        return torch.full((16,), float(self.source)), 0
+
+
+@pytest.mark.parametrize(("num_workers", "prefetch"), [(0, 2), (1, 2), (1, 4), (2, 2), (2, 4)])
+@pytest.mark.parametrize("change_after", [1, 2, 7])
+def test_a_change_of_the_policy_reaches_the_data_after_exactly_the_batches_on_order(
+    num_workers, prefetch, change_after
+):
+    model = make_net(seed=0)
+    policy = MixturePolicy(2, form="softmax")
+    learner = InLoop(model, policy, accumulate=1, policy_optimizer=torch.optim.SGD(policy.parameters(), lr=0.0))
+    with torch.no_grad():
+        policy.scores.copy_(torch.tensor([50.0, -50.0]))
+    loader = Mixture([Marked(0), Marked(1)]).loader(learner, 4, num_workers=num_workers, prefetch=prefetch)
+    first_of_the_new = None
+    for number, (actions, (x, _)) in enumerate(loader, start=1):
+        assert torch.equal(x[:, 0].long(), actions)
+        if first_of_the_new is None and bool((actions == 1).all()):
+            first_of_the_new = number
+            break
+        assert bool((actions == 0).all())
+        model(x).square().mean().backward()
+        learner.step(1.0)
+        model.zero_grad()
+        if number == change_after:
+            with torch.no_grad():
+                policy.scores.copy_(torch.tensor([-50.0, 50.0]))
+        assert number < 30
+    assert loader.batches_ahead == num_workers * prefetch
+    assert first_of_the_new == change_after + loader.batches_ahead + 1
+
+
+@pytest.mark.parametrize(("num_workers", "prefetch"), [(0, 2), (1, 2), (1, 4), (2, 2), (2, 4)])
+def test_log_probabilities_are_those_of_the_policy_that_drew(num_workers, prefetch):
+    """Of every action that is paid: at the parameters of its draw, however many updates ago that was; and the lag is that number."""
+    torch.manual_seed(0)
+    model = make_net(seed=0)
+    policy = MixturePolicy(3)
+    history, lags = [policy.scores.detach().clone()], []
+    learner = InLoop(model, policy, accumulate=1, callback=lambda report: lags.append(report.lag))
+    add, paid = learner.updater.add, []
+
+    def watch(rewards_N, draws):
+        for draw in draws:
+            expected = MixturePolicy(3)
+            with torch.no_grad():
+                expected.scores.copy_(history[draw.version])
+            assert torch.equal(draw.policy.log_prob(draw.actions), expected.log_prob(draw.actions))
+            paid.append(draw.version)
+        updated = add(rewards_N, draws)
+        history.append(policy.scores.detach().clone())
+        return updated
+
+    learner.updater.add = watch
+    sources = [Rows(x, y) for x, y in make_sources(3)]
+    loader = Mixture(sources).loader(learner, 8, num_workers=num_workers, prefetch=prefetch, num_steps=25)
+    for _, (x, y) in loader:
+        F.cross_entropy(model(x), y).backward()
+        learner.step(1.0)
+        model.zero_grad()
+    assert len(paid) == 24
+    assert len({tuple(scores.tolist()) for scores in history}) == 25
+    # Step t is the (t-1)-th that pays, and its batch was drawn when those on order before it were not used yet.
+    assert lags == [min(max(step - 2, 0), loader.batches_ahead) for step in range(1, 26)]

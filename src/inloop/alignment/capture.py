@@ -11,6 +11,8 @@ from inloop.alignment.plan import LayerFilter, make_plan
 from inloop.alignment.recorder import Recorder
 from inloop.alignment.replay import whole_model
 from inloop.alignment.tape import Reduction, Retention, Tape, check_retention
+from inloop.distributed import is_sharded
+from inloop.errors import UsageError
 
 
 @contextmanager
@@ -72,6 +74,12 @@ def make_recorder(
 ) -> Recorder:
     """A recorder on the layers of a model; to recompute, on the model as a whole."""
     check_retention(retain)
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise UsageError("The model is wrapped in DistributedDataParallel. Fix: record what is inside, model.module.")
+    if retain == "recompute" and any(is_sharded(parameter) for parameter in model.parameters()):
+        raise UsageError(
+            "retain='recompute' keeps a copy of all parameters, and the model is sharded. Fix: use 'exact' or 'half'."
+        )
     plan = make_plan(model, layers, batchnorm_affine)
     if retain == "recompute":
         plan = replace(plan, sites=(whole_model(model, plan),))

@@ -1,11 +1,12 @@
 """A direction is one tensor for each trainable parameter of a model, by name. This checks a user's."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 
 import torch
 from torch import Tensor, nn
 
+from inloop.distributed import is_sharded, whole
 from inloop.errors import DirectionError
 
 
@@ -57,6 +58,21 @@ def resolve_direction(
             "Fix: give all of them (None for a zero), as in {name: p.grad for name, p in model.named_parameters()}."
         )
     return resolved
+
+
+def in_parts(
+    direction: Mapping[str, Tensor | None], layers: Iterable[Iterable[str]]
+) -> Iterator[Mapping[str, Tensor | None]]:
+    """The direction; if it is divided among processes, one layer's part after the other, gathered: never the whole model at once.
+
+    All processes must come here, as they gather together: in the order of ``layers``, whatever they have recorded.
+    """
+    if not any(is_sharded(value) for value in direction.values()):
+        yield direction
+        return
+    for names in layers:
+        part = {name: direction[name] for name in names if name in direction}
+        yield {name: None if value is None else whole(value) for name, value in part.items()}
 
 
 def _same(first: Tensor | None, second: Tensor | None) -> bool:

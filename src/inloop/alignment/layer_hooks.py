@@ -17,7 +17,8 @@ from inloop.alignment.layout import Layout
 from inloop.alignment.output_hook import hook_gradient
 from inloop.alignment.plan import Site
 from inloop.alignment.tape import Tape
-from inloop.alignment.twin import make_twin
+from inloop.alignment.twin import make_twin, original_type
+from inloop.distributed import is_sharded
 from inloop.errors import UnsupportedLayerError
 
 if TYPE_CHECKING:
@@ -57,6 +58,11 @@ class BeforeForward(_LayerHook):
                 f"'{name}' ({type(module).__name__}) owns parameters directly, so it is aligned as a whole, but it "
                 f"contains BatchNorm in training mode ('{coupled[0]}'), which mixes its examples. Fix: move the parameters "
                 "into a small module of their own, put BatchNorm in eval mode, or leave the module out with layers=."
+            )
+        if any(is_sharded(parameter) for parameter in module.parameters()):
+            raise UnsupportedLayerError(
+                f"'{name}' ({original_type(module).__name__}) has no rule, so it is run again as a whole, but parts of it are sharded by "
+                "themselves. Fix: call fully_shard on it, not on parts of it, register a rule, or leave it out with layers=."
             )
         # Those of a whole model are copied when the step is over, and the copies for the step before are not needed any more.
         later = self.site.rule.visit_layers is not None

@@ -73,6 +73,16 @@ class Plan:
         in_layers = {name for site in self.sites for name in site.trainable().values()}
         return in_layers | {name for name, parameter in self.bare.items() if parameter.requires_grad}
 
+    def layers(self) -> list[list[str]]:
+        """The recorded parameters, by canonical name, in groups of those that belong to one layer."""
+        groups: list[list[str]] = []
+        seen: set[str] = set()
+        for names in (*(site.parameter_names.values() for site in self.sites), *([name] for name in self.bare)):
+            if fresh := [name for name in dict.fromkeys(names) if name not in seen]:
+                groups.append(fresh)
+                seen.update(fresh)
+        return groups
+
     def counted(self) -> set[str]:
         """Canonical names of all recorded parameters."""
         return {name for site in self.sites for name in site.parameter_names.values()} | set(self.bare)

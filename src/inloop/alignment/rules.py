@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from inloop.alignment.call import LayerCall
 from inloop.alignment.per_example import PerExample
+from inloop.alignment.twin import original_type
 
 AlignFunction = Callable[[LayerCall, Mapping[str, Tensor]], Tensor]
 
@@ -117,7 +118,7 @@ def alignment_rule_by_name(package: str, suffix: str, parameters: tuple[str, ...
 
 
 def _named_rule(layer: nn.Module) -> Rule | None:
-    kind = type(layer)
+    kind = original_type(layer)
     for package, suffix, rule in _RULES_BY_NAME:
         if kind.__module__.startswith(f"{package}.") and kind.__name__.endswith(suffix):
             owned = {name for name, value in layer._parameters.items() if value is not None}
@@ -131,10 +132,11 @@ def rule_for(layer: nn.Module) -> Rule | None:
     That is: nothing of its type's behaviour is overridden, and it owns no parameter that the rule does not know, not even in
     a child: a parametrization such as weight_norm keeps Linear's forward and moves the weight there.
     """
-    layer_type = next((known for known in type(layer).__mro__ if known in _RULES), None)
+    kind = original_type(layer)
+    layer_type = next((known for known in kind.__mro__ if known in _RULES), None)
     if layer_type is None:
         return _named_rule(layer)
-    if not _keeps_behaviour(type(layer), layer_type):
+    if not _keeps_behaviour(kind, layer_type):
         return None
     rule = _RULES[layer_type]
     # A weight that is a buffer or a plain attribute would be a constant that the direction does not replace.

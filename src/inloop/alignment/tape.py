@@ -17,7 +17,7 @@ from torch import Tensor
 from inloop.alignment.batch_size import AnyCall, batch_sizes
 from inloop.alignment.black_box import BlackBoxState
 from inloop.alignment.call import LayerCall
-from inloop.alignment.direction import resolve_direction
+from inloop.alignment.direction import in_parts, resolve_direction
 from inloop.alignment.early import EarlyAlignment
 from inloop.alignment.half import Halves
 from inloop.alignment.plan import Plan
@@ -65,9 +65,12 @@ class Tape:
 
     Attributes:
         fuses: Whether layers may form their examples' gradients in their own backward pass.
+        mean_over: How many examples a mean loss is the mean of; None for those that were recorded. Of W processes that average their
+            gradients, each has a loss that counts like the mean of a W-th of all examples.
     """
 
     fuses = True
+    mean_over: float | None = None
 
     def __init__(
         self,
@@ -220,7 +223,8 @@ class Tape:
             OverwrittenTensorError: If a recorded tensor was changed in place since.
         """
         contributions_N = self.contributions(direction)
-        return contributions_N * len(contributions_N) if self.reduction == "mean" else contributions_N
+        count = len(contributions_N) if self.mean_over is None else self.mean_over
+        return contributions_N * count if self.reduction == "mean" else contributions_N
 
     def contributions(self, direction: Direction) -> Tensor:
         """What every example contributed to ``<∇L_t, direction>``; their sum is that product."""
@@ -238,18 +242,19 @@ class Tape:
         refuse_unseen_uses(self._trainable & set(self.passes) - self.accounted - self._plan.partly_covered)
         sizes = batch_sizes(self.calls) if self._sizes is None else self._sizes
         totals = {} if self.early is None else dict(self.early.sums)
-        for call in self.calls:
-            local = {name: resolved[canonical] for name, canonical in call.parameter_names.items()}
-            if any(value is not None for value in local.values()):
-                part = call.align(local)
-                totals[call.batch] = totals[call.batch] + part if call.batch in totals else part
+        for part in in_parts(resolved, self._plan.layers()):
+            for call in self.calls:
+                local = {name: part.get(canonical) for name, canonical in call.parameter_names.items()}
+                if any(value is not None for value in local.values()):
+                    aligned = call.align(local)
+                    totals[call.batch] = totals[call.batch] + aligned if call.batch in totals else aligned
         device = self.calls[0].device if self.calls else next(iter(totals.values())).device
         return torch.cat(
             [totals[batch] if batch in totals else torch.zeros(size, device=device) for batch, size in sizes.items()]
         )
 
     def verify(self, gradients: Direction) -> None:
-        """Check ``sum_i c_i(p.grad) = ‖p.grad‖²`` for every parameter p.
+        """Check ``sum_i c_i(p.grad) = ‖p.grad‖²`` for every parameter p; with several processes, for the mean over them.
 
         Args:
             gradients: The gradients that the recorded backward pass itself has left, by name.
@@ -258,4 +263,4 @@ class Tape:
             VerificationError: Naming the first parameter that does not add up.
         """
         resolved = resolve_direction(gradients, self._plan.aliases, self._plan.shapes, self._trainable)
-        verify_calls(self.calls, resolved, self._trainable - self._plan.partly_covered)
+        verify_calls(self.calls, resolved, self._trainable - self._plan.partly_covered, self._plan.layers())

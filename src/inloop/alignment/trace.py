@@ -54,19 +54,18 @@ class Tracer(TorchFunctionMode):
     """Watches one forward pass of a model.
 
     Args:
-        names: Parameter -> its canonical name, by identity.
+        name_of: The canonical name of a parameter of the model that counts, "" of one that does not, None of any other tensor.
         record: Called with every use of parameters outside of layers' calls.
     """
 
-    def __init__(self, model: nn.Module, names: dict[int, str], num_examples: int | None, record: Record) -> None:
+    def __init__(
+        self, model: nn.Module, name_of: Callable[[Tensor], str | None], num_examples: int | None, record: Record
+    ) -> None:
         super().__init__()
-        self._record, self._names, self._num_examples = record, names, num_examples
-        self._known: dict[int, tuple[Tensor, Recipe | Value | Constant]] = {}
-        self._counts_all = all(id(p) in names for p in model.parameters() if p.requires_grad)
+        self._record, self._name_of, self._num_examples = record, name_of, num_examples
+        self._known: dict[int, tuple[Tensor, Recipe | Value | Constant | None]] = {}
+        self._counts_all = all(bool(name_of(p)) for p in model.parameters() if p.requires_grad)
         self._inside = 0  # layers that are recorded as a whole
-        for parameter in model.parameters():
-            counts = parameter.requires_grad and id(parameter) in names
-            self._known[id(parameter)] = parameter, Value(names[id(parameter)]) if counts else _CONSTANT
         for buffer in model.buffers():
             self._known[id(buffer)] = buffer, _CONSTANT
 
@@ -112,9 +111,17 @@ class Tracer(TorchFunctionMode):
         """None for data."""
         entry = self._known.get(id(tensor))
         if entry is None:
-            return None
+            if not isinstance(tensor, nn.Parameter):
+                return None
+            entry = self._known[id(tensor)] = tensor, self._kind_of_parameter(tensor)
         written = entry[1] is _CONSTANT and tensor.grad_fn is not None and self._counts_all  # through a view
         return None if written else entry[1]
+
+    def _kind_of_parameter(self, parameter: nn.Parameter) -> Value | Constant | None:
+        name = self._name_of(parameter)
+        if name is None:
+            return None
+        return Value(name) if name and parameter.requires_grad else _CONSTANT
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -24,6 +24,13 @@ _HOOK_TABLES = (
 )
 
 
+def original_type(module: nn.Module) -> type[nn.Module]:
+    """The module's class, or the one that it had before ``fully_shard``, which puts a class of its own before it."""
+    kinds = type(module).__mro__
+    names = [kind.__name__ for kind in kinds]
+    return kinds[names.index("FSDPModule") + 1] if "FSDPModule" in names else kinds[0]
+
+
 def make_twin(module: nn.Module, parameters: Mapping[str, Tensor], prefix: str = "") -> nn.Module:
     """Copy ``module`` and its children, without their storage, and give the copy ``parameters``.
 
@@ -32,7 +39,7 @@ def make_twin(module: nn.Module, parameters: Mapping[str, Tensor], prefix: str =
             parameter have an entry each.
         prefix: Where ``module`` stands in those names.
     """
-    twin: nn.Module = object.__new__(type(module))
+    twin: nn.Module = object.__new__(original_type(module))
     # Written through __dict__, since nn.Module.__setattr__ would insist on nn.Parameter.
     state = twin.__dict__
     state.update(module.__dict__)

@@ -12,37 +12,62 @@ from torch import Tensor
 
 from inloop.alignment.batch_size import AnyCall
 from inloop.alignment.call import LayerCall
+from inloop.alignment.direction import in_parts
+from inloop.distributed import sum_over_processes, whole, world_size
 from inloop.errors import VerificationError
 
 # Of the sum of |c_i|: far above rounding, far below any real omission.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
-def verify_calls(calls: Sequence[AnyCall], gradients: Mapping[str, Tensor | None], names: Collection[str]) -> None:
+def verify_calls(
+    calls: Sequence[AnyCall],
+    gradients: Mapping[str, Tensor | None],
+    names: Collection[str],
+    layers: Sequence[Sequence[str]] = (),
+) -> None:
     """Check the equation for the parameters ``names``.
+
+    Args:
+        layers: The parameters of each layer, to gather gradients by that are divided among processes.
 
     Raises:
         VerificationError: Naming the first parameter that does not add up.
     """
-    sums = dict.fromkeys(names, (0.0, 0.0))
-    norms = {name: 0.0 if (g := gradients[name]) is None else float(g.double().norm()) for name in names}
-    units = {name: g / norms[name] for name in names if (g := gradients[name]) is not None and norms[name] > 0}
+    sums, norms = dict.fromkeys(names, (0.0, 0.0)), dict.fromkeys(names, 0.0)
+    for part in in_parts(gradients, layers):
+        units = _units(part, names)
+        norms.update({name: norm for name, (norm, _) in units.items()})
 
-    def add(call: AnyCall) -> None:
-        for local, name in call.parameter_names.items():
-            if name in units:
-                part = call.align({local: units[name]}).double()
-                total, magnitude = sums[name]
-                sums[name] = total + float(part.sum()), magnitude + float(part.abs().sum())
+        def add(call: AnyCall, units: dict[str, tuple[float, Tensor]] = units) -> None:
+            for local, name in call.parameter_names.items():
+                if name in units:
+                    aligned = call.align({local: units[name][1]}).double()
+                    total, magnitude = sums[name]
+                    sums[name] = total + float(aligned.sum()), magnitude + float(aligned.abs().sum())
 
-    _visit(calls, add)
+        _visit(calls, add)
+    sums = _mean_over_processes(sums)
     for name, (total, magnitude) in sorted(sums.items()):
         norm, tolerance = norms[name], _tolerance(calls, gradients[name])
         if not abs(total - norm) <= tolerance * max(magnitude, norm):
             # A gradient that cancels within each example (a key's bias in attention) is nothing but rounding errors.
-            if name in units and abs(total - norm) <= tolerance * _magnitude(calls, name, units[name]):
+            if norm > 0 and abs(total - norm) <= tolerance * _magnitude(calls, name, gradients[name], norm):
                 continue
             raise VerificationError(_what_is_wrong(name, total, norm))
+
+
+def _units(gradients: Mapping[str, Tensor | None], names: Collection[str]) -> dict[str, tuple[float, Tensor]]:
+    """‖g‖ and g / ‖g‖, where there is one."""
+    norms = {name: float(g.double().norm()) for name, g in gradients.items() if g is not None and name in names}
+    return {name: (norm, g / norm) for name, norm in norms.items() if norm > 0 and (g := gradients[name]) is not None}
+
+
+def _mean_over_processes(sums: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+    """Each process accounts for its own examples, of gradients that are means over processes."""
+    names = sorted(sums)
+    means = sum_over_processes(torch.tensor([sums[name] for name in names], dtype=torch.float64)) / world_size()
+    return {name: (total, magnitude) for name, (total, magnitude) in zip(names, means.tolist(), strict=True)}
 
 
 def refuse_unseen_uses(unseen: Collection[str]) -> None:
@@ -60,9 +85,10 @@ def refuse_unseen_uses(unseen: Collection[str]) -> None:
         )
 
 
-def _magnitude(calls: Sequence[AnyCall], name: str, unit: Tensor) -> float:
-    """``sum |dout| |f(x; g)|``, element by element."""
-    magnitude = 0.0
+def _magnitude(calls: Sequence[AnyCall], name: str, gradient: Tensor | None, norm: float) -> float:
+    """``sum |dout| |f(x; g)|``, element by element, for the unit g along the gradient."""
+    assert gradient is not None
+    unit, magnitude = whole(gradient) / norm, 0.0
 
     def add(call: AnyCall) -> None:
         nonlocal magnitude
@@ -71,7 +97,7 @@ def _magnitude(calls: Sequence[AnyCall], name: str, unit: Tensor) -> float:
                 magnitude += float(call.with_magnitudes().align({local: unit}).abs().sum())
 
     _visit(calls, add)
-    return magnitude
+    return _mean_over_processes({name: (0.0, magnitude)})[name][1]
 
 
 def _visit(calls: Sequence[AnyCall], visit: Callable[[AnyCall], None]) -> None:

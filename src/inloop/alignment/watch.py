@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ class Watch:
         self._depth = 0
         self._num_uses: Counter[object] = Counter()
         self._layers: list[bool] = []  # those that are running: whether they are recorded as a whole
+        self._names: dict[int, str] = {}  # of parameters, by identity
         self._parameters: dict[str, Tensor] = {}
         self.handles: list[RemovableHandle] = []
         for site in plan.sites:
@@ -72,16 +74,21 @@ class Watch:
         if self._find_layouts is not None:
             self.layouts = self._find_layouts(model, inputs)
             self.found |= bool(self.layouts)  # they are read with the number of examples of each pass
-        counted = self._plan.counted()
-        names: dict[int, str] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            if (canonical := self._plan.aliases[name]) in counted:
-                names[id(parameter)] = canonical
-                self._parameters[canonical] = parameter
+        self._names.clear()
         self.num_examples = first_length(inputs)
         self._num_uses.clear()
-        self._tracer = Tracer(model, names, self.num_examples, self._use)
+        self._tracer = Tracer(model, partial(self._name_of, model), self.num_examples, self._use)
         self._tracer.__enter__()  # type: ignore[no-untyped-call]
+
+    def _name_of(self, model: nn.Module, tensor: Tensor) -> str | None:
+        """Looked up anew when one is not known: sharded parameters are exchanged for whole ones while their layer runs."""
+        if id(tensor) not in self._names:
+            counted = self._plan.counted()
+            for name, parameter in model.named_parameters(remove_duplicate=False):
+                canonical = self._plan.aliases[name]
+                self._names[id(parameter)] = canonical if canonical in counted else ""
+                self._parameters[canonical] = parameter
+        return self._names.get(id(tensor))
 
     def leave_model(self, entirely: bool = False) -> None:
         if self._depth and not entirely:

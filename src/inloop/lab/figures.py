@@ -12,13 +12,20 @@ from inloop.lab.finished_runs import FinishedRun
 from inloop.lab.noise import NOISY_SPLIT
 
 NOISY_COLOUR, OTHER_COLOUR = "#c1272d", "#0b6e99"
-_REWARD_COLOURS = {"gar": "#0b6e99", "nslr": "#b8860b", "none": "#777777", "oracle": "#3a7d44"}
+_REWARD_COLOURS = {
+    "gar": "#0b6e99",
+    "nslr": "#b8860b",
+    "none": "#777777",
+    "oracle": "#3a7d44",
+    "loss": "#a03050",
+    "exp3": "#7a5ba6",
+}
 
 
 def figure_2(runs: Sequence[FinishedRun]) -> Figure:
-    """Split probabilities over epochs for NSLR and GAR, with a band over seeds, and training losses; of one network."""
+    """Split probabilities over epochs for whatever learns them, with a band over seeds, and training losses; of one network."""
     by_reward = {run.settings["reward"]: run for run in runs}
-    learned = [reward for reward in ("nslr", "gar") if reward in by_reward]
+    learned = [reward for reward in ("nslr", "gar", "loss", "exp3") if reward in by_reward]
     figure = Figure(figsize=(4.2 * (len(learned) + 1), 3.4), layout="constrained")
     axes = figure.subplots(1, len(learned) + 1, squeeze=False)[0]
     for axis, reward in zip(axes, learned, strict=False):

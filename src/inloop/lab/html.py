@@ -7,8 +7,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from inloop.atomic_files import write_atomically
 from inloop.lab.figures import as_svg
-from inloop.lab.run_folder import write_atomically
 
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 60rem; margin: 0 auto; padding: 1rem; }

@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
+from inloop.atomic_files import write_atomically
 from inloop.lab.augment_report import augment_sections
 from inloop.lab.html import html_page
-from inloop.lab.run_folder import RunFolderError, write_atomically
+from inloop.lab.run_folder import RunFolderError
 from inloop.lab.split_report import split_sections
 
 
@@ -14,7 +15,7 @@ def write_report(folder: Path) -> Path:
         raise RunFolderError(f"{folder} is no folder. Fix: name the --out folder of a run, or one that holds several.")
     sections = split_sections(folder) + augment_sections(folder)
     if not sections:
-        begun = " (one is begun; its own command continues it)" if any(folder.rglob("seed-*/checkpoint.pt")) else ""
+        begun = " (one is begun; its own command continues it)" if any(folder.rglob("seed-*/checkpoints")) else ""
         raise RunFolderError(
             f"{folder} holds no finished run{begun}. Fix: run `inloop run splits` or `inloop run augment` with --out {folder} first."
         )

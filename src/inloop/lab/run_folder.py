@@ -3,22 +3,22 @@
 settings.json          what the run is; another run is refused
 samples.npz            a few training images, for augmentation runs
 seed-0/epochs.jsonl    a line for each finished epoch
-seed-0/checkpoint.pt   everything that continuing needs, as of the last finished epoch
+seed-0/checkpoints/    everything that continuing needs, as of the last two finished epochs
 seed-0/result.json     only when the seed is finished
 """
 
 import json
-import os
 import re
-from collections.abc import Callable
+import shutil
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from inloop.errors import InloopError
+from inloop.atomic_files import write_atomically
+from inloop.checkpoints import Checkpoints
+from inloop.errors import CheckpointError, InloopError
 
 
 class RunFolderError(InloopError):
@@ -54,8 +54,9 @@ class RunFolder:
         """Only what a run writes: there may be other things in the folder."""
         for seed in self.path.glob("seed-*"):
             if re.fullmatch(r"seed-\d+", seed.name):
-                for name in ("epochs.jsonl", "checkpoint.pt", "result.json"):
+                for name in ("epochs.jsonl", "result.json"):
                     (seed / name).unlink(missing_ok=True)
+                shutil.rmtree(seed / "checkpoints", ignore_errors=True)
 
     def _refuse_foreign(self, described: dict[str, Any], same_settings: bool) -> None:
         try:
@@ -84,6 +85,7 @@ class SeedFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.checkpoints = Checkpoints(path / "checkpoints")
         path.mkdir(exist_ok=True)
 
     def result(self) -> dict[str, Any] | None:
@@ -92,42 +94,22 @@ class SeedFolder:
 
     def finish(self, result: dict[str, Any]) -> None:
         write_atomically(self.path / "result.json", lambda file: file.write(_json(result)))
-        (self.path / "checkpoint.pt").unlink(missing_ok=True)
+        shutil.rmtree(self.checkpoints.folder, ignore_errors=True)
 
     def save(self, state: dict[str, Any], epochs: list[dict[str, Any]]) -> None:
         """Keep the state after an epoch, and a line for each epoch so far."""
         write_atomically(self.path / "epochs.jsonl", lambda file: file.write(b"".join(_json(e, None) for e in epochs)))
-        write_atomically(self.path / "checkpoint.pt", lambda file: torch.save({"state": state, "epochs": epochs}, file))
+        self.checkpoints.save(len(epochs), {"state": state, "epochs": epochs})
 
     def load(self) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
         """The last saved state and epochs; None if there is none."""
         try:
-            saved = torch.load(self.path / "checkpoint.pt", weights_only=True)
-            return saved["state"], saved["epochs"]
-        except FileNotFoundError:
-            return None
-        except Exception as error:
+            found = self.checkpoints.load()
+        except CheckpointError as error:
             raise RunFolderError(
-                f"{self.path / 'checkpoint.pt'} cannot be read ({type(error).__name__}). Fix: remove it to run this seed again."
+                f"{error} Fix: remove the damaged file to continue from the one before it, if there is one."
             ) from None
-
-
-def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write beside the old file, make sure it is on disk, then take its place."""
-    temporary = path.with_name(path.name + ".new")
-    try:
-        with temporary.open("wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as a RuntimeError
-        temporary.unlink(missing_ok=True)
-        reason = str(error).splitlines()[0]
-        raise RunFolderError(f"{path} could not be written ({reason}); the one before it is still there.") from None
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+        return None if found is None else (found[1]["state"], found[1]["epochs"])
 
 
 def _json(value: Any, indent: int | None = 1) -> bytes:

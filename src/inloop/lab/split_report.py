@@ -22,7 +22,7 @@ PAPER = {
     ("cnn-bn", "gar"): (0.69, 0.92),
     ("cnn-bn", "nslr"): (0.92, 0.90),
 }
-_REWARD_ORDER = ("gar", "nslr", "none", "oracle")
+_REWARD_ORDER = ("gar", "nslr", "loss", "exp3", "none", "oracle")
 
 
 def split_sections(folder: Path) -> list[str]:

@@ -8,7 +8,7 @@ from inloop.errors import UsageError
 from inloop.lab.networks import NETWORKS
 from inloop.lab.noise import Noise
 
-RewardName = Literal["gar", "nslr", "none", "oracle"]
+RewardName = Literal["gar", "nslr", "none", "oracle", "loss", "exp3"]
 OptimizerName = Literal["nesterov", "sgd", "adam"]
 ReferenceName = Literal["next", "previous", "heldout"]
 
@@ -18,7 +18,8 @@ class SplitSettings:
     """One run, of one or more seeds. Defaults are the paper's, for CIFAR-10.
 
     Attributes:
-        reward: "gar", "nslr", "none" (every split equally often) or "oracle" (never the noisy one).
+        reward: "gar", "nslr", or a baseline: "none" (every split equally often), "oracle" (never the noisy one), "loss" (softmax of the
+            splits' losses), "exp3" (online data mixing by the loss).
         optimizer: "nesterov" (lr 0.1, momentum 0.9, L2 5e-4, the paper's), "sgd" (lr 0.1) or "adam" (lr 0.001).
         reference: "next", "previous" or "heldout" (a fixed tenth of the clean data, which is in no split).
         layers: "all", or "linear" to reward linear layers only.

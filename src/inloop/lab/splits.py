@@ -21,7 +21,7 @@ from inloop.lab.seeds import Bar, Progress, no_display, train_to_end
 from inloop.lab.split_settings import SplitSettings
 from inloop.learner import InLoop
 from inloop.mixture import Mixture
-from inloop.policies import MixturePolicy
+from inloop.policies import Discrete, FixedMixture, LossMixture, MixturePolicy, OnlineDataMixing
 from inloop.verdict import RewardStatistics
 
 
@@ -42,9 +42,9 @@ class SplitExperiment:
         self.mixture = Mixture(self.splits)
         self.model = make_network(settings.network, data.train_x.shape[1:], data.num_classes)
         self.optimizer = make_optimizer(settings.optimizer, self.model)
-        self.policy = MixturePolicy(settings.sources)
+        self.policy = make_policy(settings)
         self.statistics = RewardStatistics(settings.sources)
-        self.learner = self._make_learner() if settings.reward in ("gar", "nslr") else None
+        self.learner = self._make_learner()
         self.epochs: list[dict[str, Any]] = []
 
     def _make_learner(self) -> InLoop:
@@ -53,7 +53,7 @@ class SplitExperiment:
         return InLoop(
             self.model,
             self.policy,
-            reward="gar" if settings.reward == "gar" else "nslr",
+            reward="gar" if settings.reward == "gar" else "nslr" if settings.reward == "nslr" else "loss",
             reference=self.held_out_loss if settings.reference == "heldout" else settings.reference,
             accumulate=settings.accumulate,
             layers=only_linear if settings.layers == "linear" else None,
@@ -66,18 +66,9 @@ class SplitExperiment:
         x, y = self.held_out
         return F.cross_entropy(self.model(to_input(x)), y)
 
-    def probabilities(self) -> Tensor:
-        """What is sampled from: the policy, or the fixed distribution of a baseline."""
-        if self.learner is not None:
-            return self.policy.probabilities()
-        p_K = torch.ones(self.settings.sources)
-        if self.settings.reward == "oracle":
-            p_K[NOISY_SPLIT] = 0
-        return p_K / p_K.sum()
-
     def bars(self) -> list[Bar]:
         noisy = None if self.settings.noise == "none" else NOISY_SPLIT
-        shares = enumerate(self.probabilities().tolist())
+        shares = enumerate(self.policy.probabilities().tolist())
         return [Bar(f"source {k}", share, "noisy" if k == noisy else "") for k, share in shares]
 
     def train_epoch(self) -> None:
@@ -86,18 +77,12 @@ class SplitExperiment:
         self.model.train()
         losses, p_TK = [], []
         for _ in range(max(1, len(self.data.train_x) // settings.batch)):
-            p_TK.append(self.probabilities())
-            if self.learner is not None:
-                actions = self.learner.sample(settings.batch)
-            else:
-                actions = torch.multinomial(
-                    p_TK[-1], settings.batch, replacement=True, generator=self.mixture.generator
-                )
-            x, y = self.mixture.draw(actions)
-            loss = F.cross_entropy(self.model(to_input(x)), y)
+            p_TK.append(self.policy.probabilities())
+            x, y = self.mixture.draw(self.learner.sample(settings.batch))
+            losses_N = F.cross_entropy(self.model(to_input(x)), y, reduction="none")
+            loss = losses_N.mean()
             loss.backward()  # type: ignore[no-untyped-call]
-            if self.learner is not None:
-                self.learner.step(loss)
+            self.learner.step(loss, losses=losses_N)
             self.optimizer.step()
             self.optimizer.zero_grad()
             losses.append(loss.item())
@@ -142,7 +127,7 @@ class SplitExperiment:
             "optimizer": self.optimizer.state_dict(),
             "mixture": self.mixture.state_dict(),
             # With its tape: so a run does not depend on how often it is saved.
-            "learner": None if self.learner is None else self.learner.state_dict(pending=True),
+            "learner": self.learner.state_dict(pending=True),
             "statistics": self.statistics.state_dict(),
             "torch": torch.get_rng_state(),
         }
@@ -151,8 +136,7 @@ class SplitExperiment:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.mixture.load_state_dict(state["mixture"])
-        if self.learner is not None:
-            self.learner.load_state_dict(state["learner"])
+        self.learner.load_state_dict(state["learner"])
         self.statistics.load_state_dict(state["statistics"])
         torch.set_rng_state(state["torch"])
 
@@ -175,6 +159,19 @@ def hold_out(data: ImageData, batch: int) -> tuple[tuple[Tensor, Tensor], ImageD
     human = None if data.human_labels is None else data.human_labels[kept]
     rest = replace(data, train_x=data.train_x[kept], train_y=data.train_y[kept], human_labels=human)
     return (data.train_x[held], data.train_y[held]), rest
+
+
+def make_policy(settings: SplitSettings) -> Discrete:
+    """The distribution to learn, or the baseline that is asked for."""
+    if settings.reward == "none":
+        return FixedMixture.uniform(settings.sources)
+    if settings.reward == "oracle":
+        return FixedMixture([0.0 if k == NOISY_SPLIT else 1.0 for k in range(settings.sources)])
+    if settings.reward == "loss":
+        return LossMixture(settings.sources)
+    if settings.reward == "exp3":
+        return OnlineDataMixing(settings.sources)
+    return MixturePolicy(settings.sources)
 
 
 def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:

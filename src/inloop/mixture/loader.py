@@ -1,8 +1,8 @@
 """Batches from a mixture for a training loop, read ahead by worker processes if asked for.
 
 Choices are drawn in this process, by the policy as it is when a batch is *ordered*; workers only fetch examples and hold
-no state. So a change of the policy takes effect after at most the batches that are on order, and the learner reports that
-lag. What is on order is part of the state: a continued run uses the same batches as one that was not interrupted.
+no state. So a change of the policy takes effect after the batches that are on order (``batches_ahead``), and the learner reports
+that lag. What is on order is part of the state: a continued run uses the same batches as one that was not interrupted.
 """
 
 from collections import deque
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Order:
-    """A batch that was chosen and not yet used."""
+    """A batch that was chosen and not yet used; N counts the examples of all processes."""
 
     draw: Draw
     source_N: Tensor
@@ -35,15 +35,22 @@ class _Order:
         default_factory=dict
     )  # examples of streams that were read already, by place in the batch
 
+    @property
+    def mine(self) -> tuple[Tensor, Tensor]:
+        """Sources and positions of this process's examples."""
+        return self.source_N[self.draw.mine], self.position_N[self.draw.mine]
+
     def pairs(self) -> list[Key]:
-        return list(zip(self.source_N.tolist(), self.position_N.tolist(), strict=True))
+        """Those of this process."""
+        sources, positions = self.mine
+        return list(zip(sources.tolist(), positions.tolist(), strict=True))
 
 
 class MixtureLoader:
     """Yields ``(actions, batch)``; the actions are then what ``learner.step(loss)`` takes for this step.
 
     Args:
-        batch_size: Examples in each (micro-)batch.
+        batch_size: Examples in each (micro-)batch; with several processes, of this one.
         num_steps: How many batches to yield over the loader's life, which resuming continues; None for no end.
         num_workers: Processes that fetch examples; 0 to fetch in this one.
         prefetch: Batches on order for each worker.
@@ -83,17 +90,30 @@ class MixtureLoader:
         self._on_order: deque[_Order] = deque()
 
     def __iter__(self) -> Iterator[tuple[Actions, Any]]:
-        for batch in self._batches():
-            order = self._on_order.popleft()
-            self.learner.use(order.draw)
-            self.mixture.count(order.source_N)
-            self.num_yielded += 1
-            yield order.draw.actions, batch
+        for batch in self.batches():
+            yield self.use_next(), batch
 
-    def _batches(self) -> Iterator[Any]:
+    @property
+    def batches_ahead(self) -> int:
+        """How many batches are on order when one is trained on: an update of the policy takes effect after exactly these."""
+        return self.num_workers * self.prefetch
+
+    def use_next(self) -> Actions:
+        """The next batch that is trained on is the oldest that was not yet used; returns its actions."""
+        order = self._on_order.popleft()
+        self.learner.use(order.draw)
+        self.mixture.count(order.source_N)
+        self.num_yielded += 1
+        return order.draw.actions
+
+    def batches(self) -> Iterator[Any]:
+        """Batches alone, for trainers that fetch ahead; ``use_next`` must be called before each is trained on.
+
+        A new iterator begins with what was not used of an earlier one.
+        """
         if self.num_workers == 0:
             for order in self._orders():
-                yield self.mixture.batch(order.source_N, order.position_N)
+                yield self.mixture.batch(*order.mine)
             return
         loader: DataLoader[Any] = DataLoader(
             _Fetch(self.mixture),
@@ -112,7 +132,7 @@ class MixtureLoader:
         while self.num_steps is None or self.num_ordered < self.num_steps:
             plain = self.learner.interleave and (self.num_ordered // self.micro_batches) % 2 == 1
             draw = self.learner.draw(self.batch_size, plain)
-            order = _Order(draw, *self.mixture.choose(draw.actions))
+            order = _Order(draw, *self.mixture.choose(draw.everyone, draw.mine))
             self._on_order.append(order)
             self.num_ordered += 1
             yield order
@@ -127,7 +147,10 @@ class MixtureLoader:
             yield [order.read[place] if key[0] in streams else _Index(*key) for place, key in enumerate(order.pairs())]
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, what is on order, and the mixture's state; save it together with the learner's, between two steps."""
+        """The position, what is on order, and the mixture's state; save it together with the learner's, between two steps.
+
+        It is the same in all processes that train together.
+        """
         if self.learner.num_waiting:
             raise UsageError(
                 "The loader was saved between a batch and its learner.step. Fix: save after learner.step(loss)."
@@ -152,8 +175,10 @@ class MixtureLoader:
         )
         for number, source in enumerate(self.mixture.sources):
             if isinstance(source, StreamSource):
-                waiting = [position for order in self._on_order for s, position in order.pairs() if s == number]
+                waiting = [int(p) for order in self._on_order for p in order.position_N[order.source_N == number]]
                 source.restart_at(min(waiting, default=source.position))
+        for order in self._on_order:
+            self.mixture.leave_to_others(order.source_N, order.position_N, order.draw.mine)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset, default_collate
 
+from inloop.distributed import begin_alike, gather_counts, gather_rows, rank, world_size
 from inloop.errors import UsageError
 from inloop.mixture.sources import IndexedSource, Key, StreamSource, as_source
 from inloop.policies import Actions
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
 class Mixture:
     """Draws, for each example, from the source that its action names.
+
+    Of several processes that train together (torch.distributed) each makes the same mixture, and they draw together: what one process
+    has drawn another has not, and the examples of all are those that a single process would draw.
 
     Args:
         sources: For each source a map-style dataset, a tuple of tensors with examples on their first axis, or an iterable.
@@ -52,17 +56,22 @@ class Mixture:
         self.sources = [as_source(number, source, passes) for number, source in enumerate(sources)]
         self.collate = collate
         self.drawn_K = torch.zeros(len(self.sources), dtype=torch.long)
+        self._num_processes = 1  # that draw together
         self._tensors, self._offsets_K = _joined(self.sources)
 
     def draw(self, actions: Actions) -> Any:
         """A batch with example i from source ``actions[i]``, collated as by a DataLoader.
 
         Args:
-            actions: Sources, shape [N], or a dict of choices with the entry "source".
+            actions: Sources, shape [N], or a dict of choices with the entry "source"; those of this process.
         """
-        source_N, position_N = self.choose(actions)
+        source_n = _sources_of(actions, len(self.sources))
+        counts = gather_counts(len(source_n))
+        start = sum(counts[: rank()])
+        mine = slice(start, start + len(source_n))
+        source_N, position_N = self.choose(gather_rows(source_n, counts), mine)
         self.count(source_N)
-        return self.batch(source_N, position_N)
+        return self.batch(source_N[mine], position_N[mine])
 
     def batch(self, source_N: Tensor, position_N: Tensor) -> Any:
         """The batch of these examples."""
@@ -71,14 +80,39 @@ class Mixture:
             return [tensor[index_N] for tensor in self._tensors]
         return self.collate([self.fetch(key) for key in zip(source_N.tolist(), position_N.tolist(), strict=True)])
 
-    def choose(self, actions: Actions) -> tuple[Tensor, Tensor]:
-        """Which example of which source: two tensors of shape [N]."""
+    def choose(self, actions: Actions, mine: slice) -> tuple[Tensor, Tensor]:
+        """Which example of which source, for all processes: two tensors of shape [N].
+
+        Args:
+            mine: Which of the N this process will fetch.
+        """
+        self._join_others()
         source_N = _sources_of(actions, len(self.sources))
         position_N = torch.empty_like(source_N)
         for number, source in enumerate(self.sources):
             here = source_N == number
             position_N[here] = source.choose(int(here.sum()), self.generator)
+        self.leave_to_others(source_N, position_N, mine)
         return source_N, position_N
+
+    def _join_others(self) -> None:
+        """Before drawing together for the first time: with the random state of the first process, and its orders of passes."""
+        if self._num_processes == world_size():
+            return
+        self._num_processes = world_size()
+        begin_alike(self.generator)
+        indexed = [source for source in self.sources if isinstance(source, IndexedSource)]
+        seeds = gather_rows(torch.tensor([[source.seed for source in indexed]]), [1] * world_size())[0]
+        for source, seed in zip(indexed, seeds.tolist(), strict=True):
+            source.load_state_dict(source.state_dict() | {"seed": seed})
+
+    def leave_to_others(self, source_N: Tensor, position_N: Tensor, mine: slice) -> None:
+        """Examples of streams that other processes fetch pass by here, and need not be kept."""
+        for number, source in enumerate(self.sources):
+            if isinstance(source, StreamSource):
+                theirs_N = source_N == number
+                theirs_N[mine] = False
+                source.pass_over(position_N[theirs_N].tolist())
 
     def count(self, source_N: Tensor) -> None:
         """Count examples as used, for the effective epochs."""

@@ -88,6 +88,7 @@ class StreamSource(Source):
         self._iterator: Iterator[Any] = iter(())
         self._in_pass = 0
         self._buffer: dict[int, Any] = {}
+        self._passed_over: set[int] = set()
 
     def choose(self, n: int, generator: torch.Generator) -> Tensor:
         positions = torch.arange(self.position, self.position + n)
@@ -97,9 +98,17 @@ class StreamSource(Source):
     def take(self, position: int) -> Any:
         """The example at this position; each can be taken once, in any order."""
         while self._read <= position:
-            self._buffer[self._read] = self._next()
+            example = self._next()
+            if self._read in self._passed_over:
+                self._passed_over.remove(self._read)
+            else:
+                self._buffer[self._read] = example
             self._read += 1
         return self._buffer.pop(position)
+
+    def pass_over(self, positions: Iterable[int]) -> None:
+        """Nobody will take these here."""
+        self._passed_over.update(positions)
 
     def _next(self) -> Any:
         try:
@@ -128,6 +137,7 @@ class StreamSource(Source):
         """Read the stream again from its beginning up to here; earlier examples are passed over."""
         self._iterator, self._in_pass, self._read = iter(()), 0, 0
         self._buffer.clear()
+        self._passed_over.clear()
         while self._read < position:
             self._next()
             self._read += 1

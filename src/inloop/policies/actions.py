@@ -1,6 +1,6 @@
 """Actions: what was chosen for each example. A tensor, or a nested dict of tensors, with examples on the first axis."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias, Union
 
 import torch
@@ -46,3 +46,15 @@ def concatenate(parts: Sequence[Actions]) -> Actions:
     if isinstance(first, Tensor):
         return torch.cat([part for part in parts if isinstance(part, Tensor)])
     return {name: concatenate([part[name] for part in parts]) for name in first}  # type: ignore[index]
+
+
+def part_of(actions: Actions, examples: slice) -> Actions:
+    """The actions of some of the examples."""
+    return map_actions(lambda tensor: tensor[examples], actions)
+
+
+def map_actions(function: Callable[[Tensor], Tensor], actions: Actions) -> Actions:
+    """``function`` of each tensor, in the same nest."""
+    if isinstance(actions, Tensor):
+        return function(actions)
+    return {name: map_actions(function, part) for name, part in actions.items()}

@@ -1,0 +1,101 @@
+"""Several processes train one model on their parts of every batch, save as they go, and continue after one of them has died.
+
+torchrun --nproc-per-node=2 --max-restarts=3 examples/with_torchrun.py --out runs/torchrun [--shard] [--steps 200]
+"""
+
+import argparse
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import inloop
+from inloop.lab.digits import load_digits
+
+BAD, GLOBAL_BATCH = 1, 128
+WHOLE = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+
+def make_sources():
+    images, labels = load_digits()
+    sources = list(zip(images.chunk(5), labels.chunk(5), strict=True))
+    noise = torch.Generator().manual_seed(0)
+    sources[BAD] = sources[BAD][0], torch.randint(10, sources[BAD][1].shape, generator=noise)
+    return sources
+
+
+def make_model(shard):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 100), nn.ReLU(), nn.Linear(100, 10))
+    if not shard:
+        return DistributedDataParallel(model)
+    for layer in (model[1], model[3]):
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def main(out, steps=200, shard=False, die_at=None):
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    first = dist.get_rank() == 0
+    model = make_model(shard)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    mixture = inloop.Mixture(make_sources())
+    learner = inloop.InLoop(model, inloop.MixturePolicy(5), accumulate=5)
+    loader = mixture.loader(learner, GLOBAL_BATCH // dist.get_world_size(), num_steps=steps)
+    checkpoints = inloop.Checkpoints(out)
+    if (found := checkpoints.load()) is not None:
+        step, state = found
+        set_model_state_dict(model, state["model"], options=WHOLE)
+        set_optimizer_state_dict(model, optimizer, state["optimizer"], options=WHOLE)
+        learner.load_state_dict(state["learner"])
+        loader.load_state_dict(state["loader"])
+        if first:
+            print(f"continuing from step {step} with {dist.get_world_size()} processes", flush=True)
+
+    for _, (x, y) in loader:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        learner.step(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        if learner.num_steps % 20 == 0:
+            state = {
+                "model": get_model_state_dict(model, options=WHOLE),
+                "optimizer": get_optimizer_state_dict(model, optimizer, options=WHOLE),
+                "learner": learner.state_dict(),
+                "loader": loader.state_dict(),
+            }
+            checkpoints.save(learner.num_steps, state)
+            dist.barrier()  # nobody goes on before the file is there
+        if learner.num_steps == die_at and dist.get_rank() == dist.get_world_size() - 1:
+            os._exit(1)  # to see what happens
+    if first:
+        shares = enumerate(learner.policy.probabilities().tolist())
+        print("shares of the sources:", ", ".join(f"{p:.3f}{'*' if k == BAD else ''}" for k, p in shares), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--shard", action="store_true", help="fully_shard in place of DistributedDataParallel")
+    parser.add_argument(
+        "--die-at", type=int, help="let the last process end without a word at this step, once begun anew never again"
+    )
+    options = parser.parse_args()
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
+        options.die_at = None
+    main(**vars(options))

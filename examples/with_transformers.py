@@ -1,0 +1,68 @@
+"""Hugging Face's Trainer on three datasets.Dataset sources, the first with random labels; inloop learns to leave it.
+
+python examples/with_transformers.py [--steps 150]          (pip install transformers accelerate datasets)
+"""
+
+import argparse
+import tempfile
+
+import torch
+from datasets import Dataset
+from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
+
+import inloop
+from inloop.integrations.transformers import MixtureTrainer
+
+BAD = 0
+
+
+def make_source(seed, good):
+    """Sequences of 12 tokens; the label says whether the first token is larger than the last."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(2, 40, (400, 12), generator=generator)
+    labels = (ids[:, 0] > ids[:, -1]).long() if good else torch.randint(2, (400,), generator=generator)
+    return Dataset.from_dict({"input_ids": ids.tolist(), "labels": labels.tolist()})
+
+
+def make_model():
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=40,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=12,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return BertForSequenceClassification(config)
+
+
+def main(steps=150):
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder,
+            max_steps=steps,
+            per_device_train_batch_size=64,
+            learning_rate=2e-3,
+            logging_steps=50,
+            report_to="none",
+            save_strategy="no",
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        mixture = inloop.Mixture([make_source(seed, good=seed != BAD) for seed in range(3)])
+        trainer = MixtureTrainer(model=make_model(), args=arguments, mixture=mixture, learner_options={"accumulate": 5})
+        trainer.train()
+    shares = trainer.driver.policy.probabilities()
+    print(
+        "shares of the sources:", ", ".join(f"{p:.2f}{'*' if k == BAD else ''}" for k, p in enumerate(shares.tolist()))
+    )
+    return shares
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=150)
+    main(**vars(parser.parse_args()))

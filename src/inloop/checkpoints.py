@@ -1,0 +1,126 @@
+"""Checkpoints that survive: whole or not there at all, and never code.
+
+A file is a line of text, ``inloop checkpoint 1 <sha256 of the rest>``, and then what ``torch.save`` writes. It is written beside its place
+and moved there when it is on disk, so that a kill or a full disk leaves the one before. Reading checks the digest and unpacks tensors,
+numbers, strings and containers only.
+"""
+
+import hashlib
+import io
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from inloop.atomic_files import write_atomically
+from inloop.distributed import rank
+from inloop.errors import CheckpointError
+
+_FORMAT = 1
+_HEADER = re.compile(rb"inloop checkpoint (\d+) ([0-9a-f]{64})\n")
+
+
+class Checkpoints:
+    """The newest few checkpoints of a run, by step, in a folder of their own.
+
+    Args:
+        folder: Made if it is not there.
+        keep: How many to keep.
+
+    Example:
+        >>> import tempfile
+        >>> checkpoints = Checkpoints(tempfile.mkdtemp())
+        >>> checkpoints.load() is None
+        True
+        >>> checkpoints.save(10, {"model": torch.nn.Linear(1, 1).state_dict(), "seen": 320})
+        >>> step, state = checkpoints.load()
+        >>> step, state["seen"]
+        (10, 320)
+    """
+
+    def __init__(self, folder: str | Path, keep: int = 2) -> None:
+        if keep < 1:
+            raise CheckpointError(f"keep={keep}: allowed are whole numbers from 1; 2 leave one to go back to.")
+        self.folder = Path(folder)
+        self.keep = keep
+
+    def steps(self) -> list[int]:
+        """Of the checkpoints that there are, oldest first."""
+        names = (re.fullmatch(r"step-(\d+)\.pt", path.name) for path in self.folder.glob("step-*.pt"))
+        return sorted(int(name[1]) for name in names if name)
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}.pt"
+
+    def save(self, step: int, state: Mapping[str, Any]) -> None:
+        """Keep ``state`` (the state_dicts of model, optimizer, learner, loader, ...) as of ``step``, and drop the oldest.
+
+        Of several processes the first one writes.
+        """
+        if rank() != 0:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_checkpoint(self.path(step), dict(state))
+        for old in self.steps()[: -self.keep]:
+            self.path(old).unlink(missing_ok=True)
+
+    def load(self, step: int | None = None) -> tuple[int, dict[str, Any]] | None:
+        """Step and state of the newest checkpoint, or of the one of ``step``; None if there is none yet.
+
+        Raises:
+            CheckpointError: If it is damaged, or none of ours; naming the one before it, if that is whole.
+        """
+        steps = self.steps()
+        if step is None and not steps:
+            return None
+        chosen = steps[-1] if step is None else step
+        try:
+            return chosen, read_checkpoint(self.path(chosen))
+        except CheckpointError as error:
+            raise CheckpointError(f"{error} {self._offer(chosen)}") from None
+
+    def _offer(self, step: int) -> str:
+        for earlier in reversed([one for one in self.steps() if one < step]):
+            try:
+                read_checkpoint(self.path(earlier))
+            except CheckpointError:
+                continue
+            return f"The one before it, of step {earlier}, is whole: load(step={earlier}) continues from there."
+        return "There is no whole one before it."
+
+
+def write_checkpoint(path: Path, state: dict[str, Any]) -> None:
+    """Put ``state`` in the place of ``path``, at once."""
+    content = io.BytesIO()
+    torch.save(state, content)
+    digest = hashlib.sha256(content.getbuffer()).hexdigest()
+
+    def write(file: BinaryIO) -> None:
+        file.write(f"inloop checkpoint {_FORMAT} {digest}\n".encode())
+        file.write(content.getbuffer())
+
+    write_atomically(path, write)
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """What :func:`write_checkpoint` has written.
+
+    Raises:
+        CheckpointError: If it is not there, damaged, or none of ours.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from None
+    header = _HEADER.match(content)
+    if header is None:
+        raise CheckpointError(f"{path} is no checkpoint of inloop: it begins with {content[:24]!r}.")
+    if int(header[1]) != _FORMAT:
+        raise CheckpointError(f"{path} has the format {int(header[1])}; this version of inloop reads {_FORMAT}.")
+    rest = memoryview(content)[header.end() :]
+    if hashlib.sha256(rest).hexdigest().encode() != header[2]:
+        raise CheckpointError(f"{path} is damaged: its content does not have the digest that it was written with.")
+    state: dict[str, Any] = torch.load(io.BytesIO(rest), weights_only=True)
+    return state

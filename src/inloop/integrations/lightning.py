@@ -1,0 +1,105 @@
+"""Lightning: a data module that draws batches from a mixture, and a callback that learns which sources to draw from.
+
+    data = MixtureDataModule(inloop.Mixture([clean, doubtful]), batch_size=64)
+    trainer = lightning.Trainer(callbacks=[InLoopCallback(data)], gradient_clip_val=1.0)
+    trainer.fit(module, data)
+
+The reference gradient is the unclipped one: it is read in ``on_before_optimizer_step``, which Lightning calls after the last backward pass
+of a step and before it clips.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import Tensor, nn
+
+from inloop.errors import UsageError
+from inloop.integrations.driver import Driver
+from inloop.learner import InLoop
+from inloop.mixture import Mixture
+from inloop.mixture.epochs import EpochLoader
+from inloop.policies import Policy
+from inloop.report import StepReport
+
+
+class MixtureDataModule(pl.LightningDataModule):
+    """Training batches drawn from a mixture. Subclass it to add validation data.
+
+    Args:
+        batch_size: Examples in each batch, of each process.
+        batches_per_epoch: By default as many as one pass over all sources has.
+        policy: By default a :class:`inloop.MixturePolicy` over the sources.
+        loader_options: Further ones of :class:`inloop.mixture.loader.MixtureLoader`, as ``num_workers``.
+    """
+
+    def __init__(
+        self,
+        mixture: Mixture,
+        batch_size: int,
+        *,
+        batches_per_epoch: int | None = None,
+        policy: Policy | None = None,
+        **loader_options: Any,
+    ) -> None:
+        super().__init__()
+        self.driver = Driver(mixture, policy, batch_size, batches_per_epoch, {}, loader_options)
+
+    def train_dataloader(self) -> EpochLoader:
+        return self.driver.loader()
+
+
+class InLoopCallback(pl.Callback):
+    """Learns the mixture of a :class:`MixtureDataModule` while Lightning trains.
+
+    Args:
+        model: Which part of the LightningModule to learn from, by default all of it.
+        on_report: Called with each step's :class:`~inloop.report.StepReport`, as :class:`inloop.Records`.
+        learner_options: Further ones of :class:`inloop.InLoop`.
+    """
+
+    def __init__(
+        self,
+        data: MixtureDataModule,
+        *,
+        model: Callable[[pl.LightningModule], nn.Module] = lambda module: module,
+        on_report: Callable[[StepReport], None] | None = None,
+        **learner_options: Any,
+    ) -> None:
+        self.driver = data.driver
+        self.driver.learner_options = {"callback": on_report} | learner_options
+        self._model = model
+
+    @property
+    def learner(self) -> InLoop | None:
+        return self.driver.learner
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not pl_module.automatic_optimization:
+            raise UsageError(
+                "The LightningModule optimizes by hand, where only it knows when a step is over. Fix: call learner.sample and learner.step in "
+                "training_step, as in a plain loop."
+            )
+        self.driver.loader_options = {"micro_batches": trainer.accumulate_grad_batches} | self.driver.loader_options
+        self.driver.attach(self._model(pl_module))
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self.driver.begin_batch()
+
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        self.driver.add_loss(loss)
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        self.driver.end_step()
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.driver.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.driver.learner is None else self.driver.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state:
+            self.driver.load_state_dict(state)

@@ -1,0 +1,119 @@
+"""The Trainer of Hugging Face transformers, with batches drawn from a mixture that is learned.
+
+    trainer = MixtureTrainer(model=model, args=arguments, mixture=inloop.Mixture([first, second, third]))
+    trainer.train()
+
+The reference gradient is the unclipped one: it is read at the end of ``training_step``, the only place after the backward pass and before
+the Trainer clips (``on_pre_optimizer_step`` comes after that).
+"""
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from inloop.checkpoints import read_checkpoint, write_checkpoint
+from inloop.errors import UsageError
+from inloop.integrations.driver import Driver
+from inloop.learner import InLoop
+from inloop.mixture import Mixture
+from inloop.mixture.epochs import EpochLoader
+from inloop.policies import Policy
+
+_FILE = "inloop.pt"
+
+
+class MixtureTrainer(Trainer):
+    """A Trainer that draws its batches from a mixture, example by example, and learns which sources to draw from.
+
+    Args:
+        mixture: The training data, in place of ``train_dataset``; any ``datasets.Dataset`` is a source. Unless it has a collate function of
+            its own, that of the Trainer is used.
+        policy: By default a :class:`inloop.MixturePolicy` over the sources.
+        batches_per_epoch: By default as many as one pass over all sources has.
+        learner_options: For :class:`inloop.InLoop`.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        mixture: Mixture,
+        policy: Policy | None = None,
+        batches_per_epoch: int | None = None,
+        learner_options: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if kwargs.get("train_dataset") is not None:
+            raise UsageError("MixtureTrainer was given a train_dataset; its training data is mixture=.")
+        super().__init__(*args, **kwargs)
+        if mixture.collate is default_collate:
+            mixture.collate = self._get_collator_with_removed_columns(self.data_collator, description="training")
+        arguments = self.args
+        arguments.ignore_data_skip = True  # the loader's own state says where to go on
+        loader_options = {
+            "num_workers": arguments.dataloader_num_workers,
+            "prefetch": arguments.dataloader_prefetch_factor or 2,
+            "micro_batches": arguments.gradient_accumulation_steps,
+        }
+        self.driver = Driver(
+            mixture, policy, self._train_batch_size, batches_per_epoch, learner_options or {}, loader_options
+        )
+        self.add_callback(_Attach(self.driver))
+
+    @property
+    def learner(self) -> InLoop | None:
+        """There is one when training has begun."""
+        return self.driver.learner
+
+    def get_train_dataloader(self) -> EpochLoader:  # type: ignore[override]
+        return _LateLoader(self.driver)
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Tensor | Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        self.driver.begin_batch()
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self.driver.add_loss(loss)
+        if self.accelerator.sync_gradients:
+            self.driver.end_step(self.accelerator.scaler)
+        return loss
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None and (Path(checkpoint) / _FILE).exists():
+            self.driver.load_state_dict(read_checkpoint(Path(checkpoint) / _FILE))
+
+
+class _LateLoader(EpochLoader):
+    """Asked for by the Trainer before its model is ready, and iterated after."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+        self.batches_per_epoch = driver.batches_per_epoch
+
+    def __iter__(self) -> Any:
+        return iter(self.driver.loader())
+
+
+class _Attach(TrainerCallback):
+    """Makes the learner when the model is ready, and saves its state beside the Trainer's."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.driver.attach(kwargs["model"])
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        saved = self.driver.state_dict()  # in all processes: what waits to be paid is dropped
+        if args.should_save:
+            write_checkpoint(Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / _FILE, saved)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.driver.close()

@@ -1,0 +1,159 @@
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import inloop
+from inloop.errors import UsageError
+from tests.integrations.plain_loop import CLIP, assert_same, make_mixture, make_net, make_options, train_plainly
+
+pl = pytest.importorskip("lightning.pytorch")
+from inloop.integrations.lightning import InLoopCallback, MixtureDataModule  # noqa: E402
+
+pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("ignore")]
+
+
+class Module(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = make_net()
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.cross_entropy(self(x), y)
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        self.log("loss", F.cross_entropy(self(x), y))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.2)
+
+
+class WithValidation(MixtureDataModule):
+    def val_dataloader(self):
+        return torch.utils.data.DataLoader(
+            torch.utils.data.TensorDataset(torch.randn(20, 8), torch.zeros(20).long()), 10
+        )
+
+
+def fit(folder, steps, record, *, checkpoint=None, interleave=False, **options):
+    data = WithValidation(make_mixture(), 16, batches_per_epoch=7, **options.pop("loader", {}))
+    callback = InLoopCallback(
+        data,
+        on_report=lambda report: record.append((report.probabilities, report.reward_mean)),
+        interleave=interleave,
+        **make_options(),
+    )
+    trainer = pl.Trainer(
+        callbacks=[callback, *options.pop("callbacks", [])],
+        max_steps=steps,
+        gradient_clip_val=CLIP,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        **options,
+    )
+    module = Module()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(module, data, ckpt_path=checkpoint)
+    return trainer, module, callback
+
+
+def test_the_same_as_the_plain_loop_with_clipping_and_validation(tmp_path):
+    record = []
+    _, module, _ = fit(tmp_path, 25, record)
+    assert_same(record, train_plainly(25))
+    assert not any(part._forward_hooks for part in module.modules())
+
+
+@pytest.mark.parametrize("interleave", [False, True])
+def test_accumulation(tmp_path, interleave):
+    record = []
+    fit(tmp_path, 12, record, accumulate_grad_batches=2, loader={}, interleave=interleave)
+    # An epoch has 7 batches: its last step has one.
+    assert len(record) == 12
+    if not interleave:
+        assert record[-1][0][0] < record[0][0][0]
+
+
+def test_accumulation_is_the_same_as_the_plain_loop(tmp_path):
+    record = []
+    data = MixtureDataModule(make_mixture(), 16, batches_per_epoch=8)
+    callback = InLoopCallback(
+        data, on_report=lambda report: record.append((report.probabilities, report.reward_mean)), **make_options()
+    )
+    pl.Trainer(
+        callbacks=[callback],
+        max_steps=12,
+        accumulate_grad_batches=2,
+        gradient_clip_val=CLIP,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(Module(), data)
+    assert_same(record, train_plainly(12, micro_batches=2))
+
+
+def test_a_run_continues_from_a_checkpoint(tmp_path):
+    whole, first, second = [], [], []
+    save = {"every_n_train_steps": 9, "save_top_k": -1}
+    fit(tmp_path / "a", 20, whole, callbacks=[pl.callbacks.ModelCheckpoint(tmp_path / "a", **save)])
+    fit(tmp_path / "b", 9, first, callbacks=[pl.callbacks.ModelCheckpoint(tmp_path / "b", **save)])
+    saved = next((tmp_path / "b").glob("*step=9.ckpt"))
+    fit(tmp_path / "b", 20, second, checkpoint=saved)
+    assert_same(first + second, whole)
+
+
+def test_workers_and_no_sampler_of_lightnings_own(tmp_path):
+    record = []
+    trainer, _, _ = fit(tmp_path, 6, record, loader={"num_workers": 1})
+    assert len(record) == 6
+    assert type(trainer.train_dataloader).__name__ == "EpochLoader"
+
+
+def test_manual_optimization_is_refused(tmp_path):
+    class Manual(Module):
+        automatic_optimization = False
+
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+    data = MixtureDataModule(make_mixture(), 16)
+    trainer = pl.Trainer(
+        callbacks=[InLoopCallback(data)],
+        max_steps=2,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    with pytest.raises(UsageError, match="optimizes by hand"):
+        trainer.fit(Manual(), data)
+
+
+def test_a_part_of_the_module(tmp_path):
+    data = MixtureDataModule(make_mixture(), 16)
+    callback = InLoopCallback(data, model=lambda module: module.net)
+    pl.Trainer(
+        callbacks=[callback],
+        max_steps=4,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(Module(), data)
+    assert isinstance(callback.learner, inloop.InLoop)
+    assert callback.learner.num_steps == 4
