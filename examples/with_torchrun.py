@@ -25,7 +25,7 @@ import inloop
 from inloop.lab.digits import load_digits
 
 BAD, GLOBAL_BATCH = 1, 128
-WHOLE = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+WHOLE = StateDictOptions(full_state_dict=True)
 
 
 def make_sources():
@@ -46,8 +46,16 @@ def make_model(shard):
     return fully_shard(model)
 
 
+def join_others():
+    """As init_process_group("gloo"), but a new attempt does not look for the processes of the one before, which are gone."""
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    attempt = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    timeout = timedelta(seconds=60)
+    dist.init_process_group("gloo", store=attempt, rank=rank, world_size=world_size, timeout=timeout)
+
+
 def main(out, steps=200, shard=False, die_at=None):
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    join_others()
     first = dist.get_rank() == 0
     model = make_model(shard)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -1,6 +1,6 @@
 """Hugging Face's Trainer on three datasets.Dataset sources, the first with random labels; inloop learns to leave it.
 
-python examples/with_transformers.py [--steps 150]          (pip install transformers accelerate datasets)
+python examples/with_transformers.py [--steps 250]          (pip install transformers accelerate datasets)
 """
 
 import argparse
@@ -19,13 +19,12 @@ BAD = 0
 def make_source(seed, good):
     """Sequences of 12 tokens; the label says whether the first token is larger than the last."""
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(2, 40, (400, 12), generator=generator)
-    labels = (ids[:, 0] > ids[:, -1]).long() if good else torch.randint(2, (400,), generator=generator)
+    ids = torch.randint(2, 40, (2000, 12), generator=generator)
+    labels = (ids[:, 0] > ids[:, -1]).long() if good else torch.randint(2, (2000,), generator=generator)
     return Dataset.from_dict({"input_ids": ids.tolist(), "labels": labels.tolist()})
 
 
 def make_model():
-    torch.manual_seed(0)
     config = BertConfig(
         vocab_size=40,
         hidden_size=32,
@@ -39,7 +38,8 @@ def make_model():
     return BertForSequenceClassification(config)
 
 
-def main(steps=150):
+def main(steps=250, seed=0):
+    torch.manual_seed(seed)
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder,
@@ -64,5 +64,5 @@ def main(steps=150):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=250)
     main(**vars(parser.parse_args()))

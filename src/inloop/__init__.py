@@ -9,6 +9,9 @@ from inloop.alignment import capture as capture
 from inloop.checking import Check as Check
 from inloop.checking import check as check
 
+# what a run leaves behind
+from inloop.checkpoints import Checkpoints as Checkpoints
+
 # what everything raises
 from inloop.errors import InloopError as InloopError
 
@@ -25,5 +28,6 @@ from inloop.policies import Categorical as Categorical
 from inloop.policies import MixturePolicy as MixturePolicy
 from inloop.policies import Policy as Policy
 from inloop.policies import Product as Product
+from inloop.records import Records as Records
 
 __version__ = "0.1.0"

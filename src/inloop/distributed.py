@@ -162,9 +162,8 @@ def _others_may_be_gone() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise LostProcessError(
-            f"Process {rank()} of {world_size()} could not reach the others ({str(error).splitlines()[0]}). One of them has "
-            "probably ended; its own message says why. Fix: start all of them again from the last checkpoint; torchrun "
-            "--max-restarts=N does so by itself."
+            f"Process {rank()} of {world_size()} could not reach the others. One of them has probably ended, and its own message says why. "
+            "Fix: start all of them again from the last checkpoint; torchrun --max-restarts=N does so by itself."
         ) from error
 
 

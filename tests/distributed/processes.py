@@ -1,5 +1,6 @@
 """Runs a function in several processes that form a gloo group, and returns what each of them returned."""
 
+import io
 import multiprocessing
 import tempfile
 import traceback
@@ -20,7 +21,8 @@ def run(world_size, function, *args, timeout=120, group_timeout=60):
         for rank in range(world_size):
             receiver, sender = _context.Pipe(duplex=False)
             process = _context.Process(
-                target=_enter, args=(sender, rank, world_size, Path(folder) / "store", group_timeout, function, args)
+                target=_enter,
+                args=(sender, rank, world_size, Path(folder) / "store", group_timeout, function, packed(args)),
             )
             process.start()
             sender.close()
@@ -38,13 +40,26 @@ def run(world_size, function, *args, timeout=120, group_timeout=60):
 
 def _receive(pipe, timeout):
     try:
-        return pipe.recv() if pipe.poll(timeout) else ("failed", f"no answer within {timeout} s")
+        kind, value = pipe.recv() if pipe.poll(timeout) else ("failed", f"no answer within {timeout} s")
+        return kind, unpacked(value) if kind == "returned" else value
     except EOFError:
         return "ended", None
 
 
+def packed(value):
+    """As bytes: tensors would be shared between processes, of which one may have ended."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def unpacked(content):
+    return torch.load(io.BytesIO(content), weights_only=False)
+
+
 def _enter(pipe, rank, world_size, store, group_timeout, function, args):
     torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork", force=True)  # of workers of loaders, as in a process of one's own
     try:
         dist.init_process_group(
             "gloo",
@@ -53,7 +68,7 @@ def _enter(pipe, rank, world_size, store, group_timeout, function, args):
             world_size=world_size,
             timeout=timedelta(seconds=group_timeout),
         )
-        pipe.send(("returned", function(*args)))
+        pipe.send(("returned", packed(function(*unpacked(args)))))
         dist.destroy_process_group()
     except BaseException:
         pipe.send(("failed", f"process {rank}:\n{traceback.format_exc()}"))

@@ -63,7 +63,7 @@ class Tracer(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._record, self._name_of, self._num_examples = record, name_of, num_examples
-        self._known: dict[int, tuple[Tensor, Recipe | Value | Constant | None]] = {}
+        self._known: dict[int, tuple[Tensor, Recipe | Value | Constant]] = {}
         self._counts_all = all(bool(name_of(p)) for p in model.parameters() if p.requires_grad)
         self._inside = 0  # layers that are recorded as a whole
         for buffer in model.buffers():
@@ -111,14 +111,16 @@ class Tracer(TorchFunctionMode):
         """None for data."""
         entry = self._known.get(id(tensor))
         if entry is None:
-            if not isinstance(tensor, nn.Parameter):
+            kind = self._kind_of_parameter(tensor) if isinstance(tensor, nn.Parameter) else None
+            if kind is None:
                 return None
-            entry = self._known[id(tensor)] = tensor, self._kind_of_parameter(tensor)
+            entry = self._known[id(tensor)] = tensor, kind
         written = entry[1] is _CONSTANT and tensor.grad_fn is not None and self._counts_all  # through a view
         return None if written else entry[1]
 
     def _kind_of_parameter(self, parameter: nn.Parameter) -> Value | Constant | None:
-        name = self._name_of(parameter)
+        # Without gradients it is nobody's use: it is sharding that puts parameters together, before they are the model's.
+        name = self._name_of(parameter) if torch.is_grad_enabled() else None
         if name is None:
             return None
         return Value(name) if name and parameter.requires_grad else _CONSTANT

@@ -14,6 +14,7 @@ from inloop.alignment.hook import Hook, not_compiled
 from inloop.alignment.layout import Layouts
 from inloop.alignment.plan import Plan
 from inloop.alignment.trace import Tracer, Use, first_length
+from inloop.alignment.twin import original_type
 
 
 class Watch:
@@ -48,6 +49,7 @@ class Watch:
         self._num_uses: Counter[object] = Counter()
         self._layers: list[bool] = []  # those that are running: whether they are recorded as a whole
         self._names: dict[int, str] = {}  # of parameters, by identity
+        self._names_are_new = False
         self._parameters: dict[str, Tensor] = {}
         self.handles: list[RemovableHandle] = []
         for site in plan.sites:
@@ -58,6 +60,9 @@ class Watch:
             pre = _EnterLayer(self, name, counted=False)  # though a parameter of it may be, where it is used elsewhere
             self.handles.append(module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True))
             self.handles.append(module.register_forward_hook(_LeaveLayer(self), always_call=True))
+        for module in model.modules():
+            if original_type(module) is not type(module):  # sharded: behind the hook that makes its parameters whole
+                self.handles.append(module.register_forward_pre_hook(_ParametersChanged(self)))
         self.handles.append(model.register_forward_pre_hook(_EnterModel(self), prepend=True, with_kwargs=True))
         self.handles.append(model.register_forward_hook(_LeaveModel(self), always_call=True))
 
@@ -75,14 +80,20 @@ class Watch:
             self.layouts = self._find_layouts(model, inputs)
             self.found |= bool(self.layouts)  # they are read with the number of examples of each pass
         self._names.clear()
+        self.parameters_changed()
         self.num_examples = first_length(inputs)
         self._num_uses.clear()
         self._tracer = Tracer(model, partial(self._name_of, model), self.num_examples, self._use)
         self._tracer.__enter__()  # type: ignore[no-untyped-call]
 
+    def parameters_changed(self) -> None:
+        """Other tensors may have taken their place."""
+        self._names_are_new = False
+
     def _name_of(self, model: nn.Module, tensor: Tensor) -> str | None:
-        """Looked up anew when one is not known: sharded parameters are exchanged for whole ones while their layer runs."""
-        if id(tensor) not in self._names:
+        """Looked up anew when one is not known, as sharded parameters are exchanged for whole ones while their module runs."""
+        if id(tensor) not in self._names and not self._names_are_new:
+            self._names_are_new = True
             counted = self._plan.counted()
             for name, parameter in model.named_parameters(remove_duplicate=False):
                 canonical = self._plan.aliases[name]
@@ -145,6 +156,13 @@ class _EnterModel(Hook[Watch]):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if (watch := self.owner()) is not None and torch.is_grad_enabled():
             watch.enter_model(module, (args, kwargs))
+
+
+class _ParametersChanged(Hook[Watch]):
+    @not_compiled
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if (watch := self.owner()) is not None:
+            watch.parameters_changed()
 
 
 class _LeaveModel(Hook[Watch]):
