@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: demo test test-slow lint format bench clean
+.PHONY: demo test test-integrations test-slow lint format bench clean
 
 demo: $(INSTALLED)  ## ten sources of digits, one of them bad: find it while training, and report
 	$(BIN)/inloop run splits --seeds 5 --out runs/demo/gar
@@ -13,6 +13,9 @@ demo: $(INSTALLED)  ## ten sources of digits, one of them bad: find it while tra
 
 test: $(INSTALLED)  ## the tests
 	$(BIN)/pytest -n auto
+
+test-integrations: $(INSTALLED)  ## the tests against Lightning, Hugging Face, Accelerate, trackers and torchrun
+	$(BIN)/pytest -n auto -m integrations tests/integrations
 
 test-slow: $(INSTALLED)  ## the tests that take minutes
 	$(BIN)/pytest -n auto -m slow
@@ -32,7 +35,7 @@ bench: $(INSTALLED)  ## fails if time or memory of a step has become worse than 
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,integrations]"
 	touch $(INSTALLED)
 
 clean:

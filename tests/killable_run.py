@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 import inloop
 from inloop.checkpoints import Checkpoints
 
-NUM_STEPS = 60
+NUM_STEPS = 240
 
 
 class Squares(Dataset):

@@ -90,6 +90,28 @@ def test_a_layer_before_a_reentrant_checkpoint(retain, expected):
     assert Loop(Later(True), retain=retain).run(plain_step) == pytest.approx(expected, rel=1e-9)
 
 
+class Segments(nn.Module):
+    """The same network, of which a module is checkpointed."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        net = make_net()
+        self.first, self.last = net[:4], net[4]
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        return self.last(checkpoint(self.first, x.clone().requires_grad_(), use_reentrant=self.reentrant))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpointed_module_is_kept_as_its_checkpoint_is(reentrant, expected):
+    loop = Loop(Segments(reentrant))
+    assert loop.run(plain_step) == pytest.approx(expected, rel=1e-9)
+    calls = {call.name: call for call in loop.learner._pending.step.tape.calls}
+    assert set(calls) == {"first", "last"}
+    assert calls["first"].args[0].shape == (8, 6)
+
+
 def test_a_pending_step_with_a_bare_parameter_survives():
     """What an operation amounts to is saved, as functions cannot be."""
     whole = Loop(Attends().double())

@@ -13,6 +13,7 @@ first shows in what is sampled for step t+2.
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -22,6 +23,7 @@ from inloop.alignment import Direction, Tape, gradients_of
 from inloop.alignment.capture import make_recorder
 from inloop.alignment.early import EarlyAlignment
 from inloop.alignment.plan import LayerFilter
+from inloop.alignment.segments import RunAgain
 from inloop.alignment.tape import Reduction, Retention, check_reduction
 from inloop.distributed import begin_alike, is_distributed, is_sharded, unwrapped, world_size
 from inloop.draws import Draw, DrawnStep
@@ -151,13 +153,17 @@ class InLoop:
         # Whether every step had one backward pass (None: not known yet). Then much can be let go of in passing, if the gradients that
         # it leaves are final: with other processes they may still have to be averaged.
         self._one_pass: bool | None = False if is_distributed() else None
-        self._recorder = make_recorder(
+        self._make_recorder = partial(
+            make_recorder,
             model,
             layers,
             batchnorm_affine=batchnorm_affine,
             copy_inputs=copy_inputs,
             retain=retain,
         )
+        self._recorder = self._make_recorder()
+        self._segments: list[str] = []  # modules that activation checkpointing runs again
+        self._run_again: RunAgain | None = None if retain == "recompute" else RunAgain(model)
         warn_of_coupled_examples(model)
         self._begin_step()
 
@@ -328,6 +334,8 @@ class InLoop:
     def _begin_step(self, used: Sequence[Draw] = ()) -> None:
         """Record from here on; draws that were not used yet wait for their batch."""
         self._sampler.forget(used)
+        if self.num_steps and self._run_again is not None:
+            self._record_segments(self._run_again.segments)
         if self._pending is not None and self._pending.step.tape is not None:
             self._pending.step.tape.own_parameters()
         if self.reward.needs_tape:
@@ -343,6 +351,15 @@ class InLoop:
         if tape is None or self._one_pass is not True or self.reference != "next" or not self.reward.aligns_once:
             return None
         return tape.align_early()
+
+    def _record_segments(self, segments: Sequence[str]) -> None:
+        """From the second step on, keep of checkpointed modules no more than their checkpoints do."""
+        if self._run_again is not None:
+            self._run_again.remove()
+        self._run_again, self._segments = None, list(segments)
+        if segments:
+            self._recorder.remove()
+            self._recorder = self._make_recorder(segments=segments)
 
     def _was_abandoned(self) -> bool:
         """Whether a backward pass was recorded whose gradients were then cleared without a step.
@@ -393,6 +410,8 @@ class InLoop:
         """Take all hooks off the model and free what is held. The policy stays as it is."""
         self._closed = True
         self._recorder.remove()
+        if self._run_again is not None:
+            self._run_again.remove()
         self._drop_pending()
         self._sampler.waiting = []
 
@@ -445,6 +464,7 @@ class InLoop:
             "draws": [draw.state_dict() for draw in self._sampler.waiting],
             "previous": None if self._previous is None else self._previous.state_dict(),
             "pending": None if self._pending is None else self._pending.state_dict(),
+            "segments": self._segments,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -455,6 +475,8 @@ class InLoop:
             )
         # All that can fail comes first, so that a state that does not fit changes nothing.
         draws = [Draw.restored(self.policy, saved) for saved in state["draws"]]
+        if state["segments"]:
+            self._record_segments(state["segments"])
         saved = state["pending"]
         pending = None if saved is None else DrawnStep.restored(self.policy, self._recorder.plan, saved)
         self.policy.load_state_dict(state["policy"])

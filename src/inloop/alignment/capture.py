@@ -1,6 +1,6 @@
 """Recording a model's step: what a user calls, and what a learner makes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -9,7 +9,8 @@ from torch import nn
 from inloop.alignment.direction import gradients_of
 from inloop.alignment.plan import LayerFilter, make_plan
 from inloop.alignment.recorder import Recorder
-from inloop.alignment.replay import whole_model
+from inloop.alignment.replay import replayed_site
+from inloop.alignment.segments import with_segments
 from inloop.alignment.tape import Reduction, Retention, Tape, check_retention
 from inloop.distributed import is_sharded
 from inloop.errors import UsageError
@@ -71,8 +72,9 @@ def make_recorder(
     batchnorm_affine: bool = False,
     copy_inputs: bool = False,
     retain: Retention = "exact",
+    segments: Iterable[str] = (),
 ) -> Recorder:
-    """A recorder on the layers of a model; to recompute, on the model as a whole."""
+    """A recorder on the layers of a model; to recompute, on the model as a whole; on ``segments`` that are checkpointed, as a whole, too."""
     check_retention(retain)
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise UsageError("The model is wrapped in DistributedDataParallel. Fix: record what is inside, model.module.")
@@ -82,5 +84,7 @@ def make_recorder(
         )
     plan = make_plan(model, layers, batchnorm_affine)
     if retain == "recompute":
-        plan = replace(plan, sites=(whole_model(model, plan),))
+        plan = replace(plan, sites=(replayed_site(model, plan),))
+    elif not any(is_sharded(parameter) for parameter in model.parameters()):
+        plan = with_segments(model, plan, segments, layers, batchnorm_affine)
     return Recorder(model, plan, copy_inputs=copy_inputs, retain=retain)

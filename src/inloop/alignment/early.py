@@ -33,7 +33,9 @@ class EarlyAlignment:
         self._aligned_with: dict[str, tuple[int, int]] = {}
         self._users: dict[str, list[AnyCall]] = {}  # by parameter
         for call in calls:
-            if not call.rule.replays:  # which needs a backward pass of its own, and that has no place within another
+            if (
+                isinstance(call, ReducedCall) or not call.rule.replays
+            ):  # which needs a backward pass of its own, and that has no place within another
                 for name in call.parameter_names.values():
                     self._users.setdefault(name, []).append(call)
 

@@ -113,7 +113,7 @@ def make_plan(model: nn.Module, layers: LayerFilter | None = None, batchnorm_aff
         UsageError: If ``layers`` names a module that does not exist or that is a part of a black box.
     """
     names = canonical_names(model)
-    wanted = _as_predicate(model, layers)
+    wanted = as_predicate(model, layers)
     sequence_first = {id(part) for module in model.modules() if _is_sequence_first(module) for part in module.modules()}
     sites, bare = [], {}
     for name, module, rule in _owners(model):
@@ -253,7 +253,12 @@ def _is_sequence_first(module: nn.Module) -> bool:
     return False
 
 
-def _as_predicate(model: nn.Module, layers: LayerFilter | None) -> Callable[[str, nn.Module], bool]:
+def as_predicate(model: nn.Module, layers: LayerFilter | None) -> Callable[[str, nn.Module], bool]:
+    """Whether a module of the model, by name, is chosen.
+
+    Raises:
+        UsageError: If ``layers`` names a module that does not exist or that is a part of a black box.
+    """
     if layers is None:
         return lambda name, module: True
     if callable(layers):

@@ -66,7 +66,7 @@ class Recorder:
                 handle = parameter.register_post_accumulate_grad_hook(_AfterGradient(self, name))  # type: ignore[no-untyped-call]
                 handles.append(handle)
 
-        if not any(site.rule.visit_layers for site in plan.sites):
+        if not any(site.rule.visit_layers and not site.name for site in plan.sites):  # the whole model is done again
             # Until a step has shown that there is no need for it.
             operations = _Operations(self)
             find = None if layouts is not None else lambda model, inputs: layouts_of(model, plan, inputs)

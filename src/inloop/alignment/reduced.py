@@ -20,6 +20,7 @@ from inloop.alignment.spare import Spare
 if TYPE_CHECKING:
     from inloop.alignment.rules import Rule
 
+PRECISE = (torch.float32, torch.float64)
 MOST = 0.75  # times the memory of x and dout up to which gradients are worth the time to form them
 
 
@@ -83,7 +84,7 @@ class ReducedCall:
             along = along.detach().to(gradient.dtype).flatten()
             if self.absolute:
                 gradient, along = full.magnitudes.get(name, gradient).abs(), along.abs()
-            total += gradient.flatten(1) @ along
+            total += gradient.reshape(len(gradient), -1) @ along
         return total
 
     def in_half(self, halves: Halves) -> "ReducedCall":
@@ -115,7 +116,7 @@ def is_worthwhile(call: LayerCall, fused: bool) -> bool:
         or len(call.args) != 1
         or call.kwargs
         or call.autocast.enabled
-        or call.dout.dtype not in _PRECISE
+        or call.dout.dtype not in PRECISE
     ):
         return False
     size = sum(p.numel() for name, p in call.layer.named_parameters() if name in call.parameter_names)
@@ -135,6 +136,3 @@ def reduced(call: LayerCall, spare: Spare, fused: bool = False) -> LayerCall | R
     return ReducedCall(
         replace(call, args=(), dout=call.dout.new_empty(0), versions=()), gradients, magnitudes, call.num_positions
     )
-
-
-_PRECISE = (torch.float32, torch.float64)

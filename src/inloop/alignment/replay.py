@@ -33,8 +33,8 @@ from inloop.errors import UnsupportedLayerError
 _NUM_PARTS = 4  # that a batch is replayed in
 
 
-def whole_model(model: nn.Module, plan: Plan) -> Site:
-    """The model as the one thing to record, aligned layer by layer as ``plan`` says."""
+def replayed_site(model: nn.Module, plan: Plan) -> Site:
+    """A model, or a part of one, as one thing to record, aligned layer by layer as its ``plan`` says."""
     described = _Described(plan, weakref.ref(model))
     rule = Rule(
         partial(align_by_replay, described),
@@ -94,8 +94,13 @@ def _align_part(described: _Described, call: LayerCall, along: Mapping[str, Tens
 def visit_layers(described: _Described, call: LayerCall, visit: Callable[[LayerCall], None]) -> None:
     """Do step t again and call ``visit`` with each layer's call, of a part of the examples, when its gradient arrives."""
     described = described.of(call)
+
+    def visit_as_of_the_model(layer_call: LayerCall) -> None:
+        names = {local: call.parameter_names[name] for local, name in layer_call.parameter_names.items()}
+        visit(replace(layer_call, parameter_names=names))
+
     for part in _parts(call):
-        _replay(described, part, visit)
+        _replay(described, part, visit_as_of_the_model)
 
 
 def _parts(call: LayerCall) -> list[LayerCall]:

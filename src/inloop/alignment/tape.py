@@ -22,6 +22,7 @@ from inloop.alignment.early import EarlyAlignment
 from inloop.alignment.half import Halves
 from inloop.alignment.plan import Plan
 from inloop.alignment.reduced import ReducedCall, reduced
+from inloop.alignment.reduced_box import reduced_box
 from inloop.alignment.spare import Spare
 from inloop.alignment.verification import refuse_unseen_uses, verify_calls
 from inloop.errors import UsageError
@@ -176,6 +177,7 @@ class Tape:
             waiting.call = None
         self._waiting.clear()
         self.settle()
+        self.calls = [reduced_box(call) if isinstance(call, LayerCall) else call for call in self.calls]
         if self._halves is not None:
             self._halves.forget()
         self.black_box_state.clear()

@@ -66,6 +66,8 @@ class Tracer(TorchFunctionMode):
         self._known: dict[int, tuple[Tensor, Recipe | Value | Constant]] = {}
         self._counts_all = all(bool(name_of(p)) for p in model.parameters() if p.requires_grad)
         self._inside = 0  # layers that are recorded as a whole
+        for parameter in model.parameters():
+            self._known[id(parameter)] = parameter, self._kind_of_parameter(parameter) or _CONSTANT
         for buffer in model.buffers():
             self._known[id(buffer)] = buffer, _CONSTANT
 
@@ -118,7 +120,7 @@ class Tracer(TorchFunctionMode):
         written = entry[1] is _CONSTANT and tensor.grad_fn is not None and self._counts_all  # through a view
         return None if written else entry[1]
 
-    def _kind_of_parameter(self, parameter: nn.Parameter) -> Value | Constant | None:
+    def _kind_of_parameter(self, parameter: Tensor) -> Value | Constant | None:
         # Without gradients it is nobody's use: it is sharding that puts parameters together, before they are the model's.
         name = self._name_of(parameter) if torch.is_grad_enabled() else None
         if name is None:

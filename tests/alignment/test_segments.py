@@ -1,0 +1,221 @@
+"""Checkpointed modules: kept as their checkpoints are from the second step on, with the same rewards as without checkpoints."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from inloop import InLoop, MixturePolicy
+from inloop.alignment.call import LayerCall, leaves_of
+
+WIDTH = 6
+
+
+class Block(nn.Module):
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x):
+        return x + self.down(self.dropout(F.gelu(self.up(self.norm(x)))))
+
+
+class Scaled(Block):
+    """With a bare parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((WIDTH,), 0.5))
+
+    def forward(self, x):
+        return x + super().forward(x) * self.scale
+
+
+class Recurrent(nn.Module):
+    """With a module that has no rule."""
+
+    def __init__(self):
+        super().__init__()
+        self.gru, self.out = nn.GRU(WIDTH, WIDTH, batch_first=True), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.out(self.gru(x)[0])
+
+
+class Normalised(nn.Module):
+    """Examples depend on each other."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return F.relu(self.norm(self.inner(x)))
+
+
+class Tied(Block):
+    """Shares a layer with all others of its kind."""
+
+    shared = None
+
+    def __init__(self):
+        super().__init__()
+        Tied.shared = Tied.shared or nn.Linear(WIDTH, 12)
+        self.up = Tied.shared
+
+
+class Nested(nn.Module):
+    """With a checkpoint within."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.out = Block(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.out(checkpoint(self.inner, x, use_reentrant=False))
+
+
+class Net(nn.Module):
+    def __init__(self, make_block, reentrant):
+        super().__init__()
+        torch.manual_seed(0)
+        Tied.shared = None
+        self.first = nn.Linear(3, WIDTH)
+        self.blocks = nn.ModuleList(make_block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 2)
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(x.mean(dim=1))
+
+
+def rewards_of(net, steps=4, seen=None, **options):
+    """Rewards of every step, as the learner hands them on."""
+    net.double()
+    learner = InLoop(net, MixturePolicy(2), generator=torch.Generator().manual_seed(0), dry_run=True, **options)
+    optimizer, generator = torch.optim.SGD(net.parameters(), lr=0.1), torch.Generator().manual_seed(1)
+    rewards = []
+    reward = learner.reward
+    learner.reward = type(reward)()
+    learner.reward.__class__ = type(
+        "Kept", (type(reward),), {"__call__": lambda self, *a: rewards.append(reward(*a)) or rewards[-1]}
+    )
+    for step in range(steps):
+        torch.manual_seed(step)
+        x = torch.randn(8, 4, 3, generator=generator, dtype=torch.float64)
+        learner.sample(8)
+        loss = net(x).square().mean()
+        loss.backward()
+        learner.step(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    if seen is not None:
+        seen.extend(learner._pending.step.tape.calls)
+    return torch.stack(rewards)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("kind", [Block, Scaled, Recurrent, Normalised, Tied, Nested])
+def test_rewards_are_those_without_checkpoints(kind, reentrant):
+    calls = []
+    plain = rewards_of(Net(kind, None))
+    checkpointed = rewards_of(Net(kind, reentrant), seen=calls)
+    torch.testing.assert_close(checkpointed, plain, rtol=1e-9, atol=1e-13)
+    assert {call.name for call in calls} == {"first", "blocks.0", "blocks.1", "blocks.2", "head"}
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_random_numbers_are_those_of_the_step(reentrant):
+    make = lambda: Block(dropout=0.5)  # noqa: E731
+    torch.testing.assert_close(rewards_of(Net(make, reentrant)), rewards_of(Net(make, None)), rtol=1e-9, atol=1e-13)
+
+
+def test_layers_that_do_not_count_and_frozen_segments():
+    def choose(name, module):
+        return "up" not in name
+
+    plain, net = Net(Block, None), Net(Block, False)
+    for frozen in (plain, net):
+        frozen.blocks[1].requires_grad_(False)
+    calls = []
+    expected = rewards_of(plain, layers=choose)
+    torch.testing.assert_close(rewards_of(net, layers=choose, seen=calls), expected, rtol=1e-9, atol=1e-13)
+    assert not any("up" in name for call in calls for name in call.parameter_names.values())
+
+
+def bytes_kept(calls):
+    kept = {}
+    for call in calls:
+        held = (call.args, call.kwargs, call.dout) if isinstance(call, LayerCall) else dict(call.gradients)
+        for leaf in leaves_of(held):
+            if isinstance(leaf, torch.Tensor):
+                kept[leaf.untyped_storage().data_ptr()] = leaf.untyped_storage().nbytes()
+    return sum(kept.values())
+
+
+def test_what_is_kept_of_a_segment_does_not_grow_with_its_depth():
+    sizes = []
+    for depth in (1, 8):
+        calls = []
+        rewards_of(Net(lambda depth=depth: nn.Sequential(*(Block() for _ in range(depth))), False), seen=calls)
+        sizes.append(bytes_kept(calls))
+    assert sizes[0] == sizes[1]
+
+
+def test_a_pending_step_of_segments_survives():
+    def learner_of(net):
+        return InLoop(net, MixturePolicy(2), generator=torch.Generator().manual_seed(0), dry_run=True)
+
+    def step(net, learner, x):
+        learner.sample(8)
+        loss = net(x).square().mean()
+        loss.backward()
+        report = learner.step(loss)
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter -= 0.1 * parameter.grad
+        net.zero_grad()
+        return report.reward_mean
+
+    x = torch.randn(4, 8, 4, 3, dtype=torch.float64)
+    net = Net(Block, False).double()
+    learner = learner_of(net)
+    for part in x[:3]:
+        step(net, learner, part)
+    state = learner.state_dict(pending=True)
+    parameters = {name: value.clone() for name, value in net.state_dict().items()}
+    expected = step(net, learner, x[3])
+    again = Net(Block, False).double()
+    again.load_state_dict(parameters)
+    later = learner_of(again)
+    later.load_state_dict(state)
+    assert step(again, later, x[3]) == pytest.approx(expected, rel=1e-12)
+
+
+def test_hugging_face_gradient_checkpointing():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=20, n_positions=8, n_embd=8, n_layer=2, n_head=2, resid_pdrop=0.1)
+    rewards = []
+    for checkpoints in (False, True):
+        torch.manual_seed(0)
+        model = GPT2LMHeadModel(config).double().train()
+        if checkpoints:
+            model.gradient_checkpointing_enable()
+        learner = InLoop(model, MixturePolicy(2), generator=torch.Generator().manual_seed(0), dry_run=True)
+        for number in range(4):
+            torch.manual_seed(number)
+            ids = torch.randint(20, (4, 8))
+            learner.sample(4)
+            loss = model(ids, labels=ids, use_cache=False).loss
+            loss.backward()
+            rewards.append(learner.step(loss).reward_mean)
+            model.zero_grad()
+        names = {call.name for call in learner._pending.step.tape.calls}
+        assert ("transformer.h.0" in names) == checkpoints
+    assert rewards[5:8] == pytest.approx(rewards[1:4], rel=1e-9)
