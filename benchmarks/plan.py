@@ -13,6 +13,7 @@ from torch import Tensor
 
 import inloop
 from inloop.alignment.call import leaves_of
+from inloop.lab.page_block import with_block
 
 GB = 1e9
 LINK = 50e9  # bytes a second that an accelerator receives: 400 Gbit/s
@@ -125,7 +126,24 @@ def main(out: Path) -> None:
         "plans": [plan(shape, accelerators) for shape in LARGE for accelerators in (8, 64, 1024)],
     }
     out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
+    page = Path("docs/scaling.md")
+    page.write_text(with_block(page.read_text(), "python -m benchmarks.plan", table(result["plans"])))
+    print(table(result["plans"]))
+
+
+def table(plans: list[dict[str, float | str | int]]) -> str:
+    """For docs/scaling.md."""
+    lines = [
+        "| model | accelerators | sequences each | tape, GB a sequence | of one block | messages, kB a step | gather, GB | gather, s | step, s |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    rows = (
+        f"| {p['model']} | {p['accelerators']} | {p['sequences_each']} | {p['tape_gb_per_sequence']:.1f} | "
+        f"{p['tape_gb_per_sequence_one_block']:.2f} | {p['control_bytes'] / 1000:.0f} | {p['gather_gb']:.0f} | "
+        f"{p['gather_seconds']:.2f} | {p['step_seconds']:.1f} |"
+        for p in plans
+    )
+    return "\n".join([*lines, *rows])
 
 
 if __name__ == "__main__":

@@ -27,7 +27,8 @@ def after_the_diff(diff):
     return "".join(line[1:] for line in diff.splitlines(keepends=True) if not line.startswith("-"))
 
 
-def test_the_loop_of_the_readme_runs_as_printed(capsys):
+def test_the_loop_of_the_readme_runs_as_printed(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     sources = make_sources(4, poisoned=2)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
     names = {
@@ -62,7 +63,7 @@ def test_the_loop_of_the_readme_runs_as_printed(capsys):
         "operation": 64,
         "strength": 64,
     }
-    assert names["learner"].num_steps > 0
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000000.pt"]
 
 
 def test_the_blocks_of_contributing_run_as_printed():

@@ -3,7 +3,7 @@
 # The peers are optional: pip install --no-deps higher torchopt opacus backpack-for-pytorch
 set -e
 cd "$(dirname "$0")/../.."
-ours=gar,gar-interleaved,gar-half,gar-recompute
+ours=gar,gar-interleaved,gar-part,gar-half,gar-recompute
 bench() { inloop bench --out results/cost/bench.json "$@"; }
 bench --models mlp --repeats 10
 bench --models wrn-16-4 --modes $ours,metagradient,jvp --repeats 10

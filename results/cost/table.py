@@ -12,7 +12,7 @@ COMMAND = "python results/cost/table.py"
 HERE = Path(__file__).parent
 PROJECT = HERE.parent.parent
 MODELS = ("wrn-16-4", "wrn-28-10", "wrn-16-4-gn", "wrn-28-10-gn", "vit-tiny", "gpt-6", "mlp")
-OURS = ("gar", "gar-interleaved", "gar-half", "gar-recompute")
+OURS = ("gar", "gar-interleaved", "gar-part", "gar-half", "gar-recompute")
 OTHERS = ("metagradient", "metagradient-unrolled", "higher", "torchopt", "vmap", "jvp", "opacus", "backpack")
 
 

@@ -11,7 +11,7 @@ from inloop.alignment import Direction
 from inloop.alignment.plan import Plan
 from inloop.alignment.saved_tape import restore_tape, tape_state
 from inloop.distributed import gather_rows, rank, world_size
-from inloop.policies import Actions, Policy, part_of
+from inloop.policies import Actions, Policy, map_actions, part_of
 from inloop.rewards import Step
 
 
@@ -24,6 +24,7 @@ class Draw:
         counts: How many of them each process has.
         version: How many updates the policy had seen by then.
         neutral: Whether these are the plain choices of an interleaved step, which are never paid.
+        rewarded: Which of everyone's examples will be paid, in order; None for all.
     """
 
     everyone: Actions
@@ -31,6 +32,31 @@ class Draw:
     policy: Policy
     version: int
     neutral: bool = False
+    rewarded: Tensor | None = None
+
+    @property
+    def paid(self) -> Actions:
+        """Everyone's actions that will be paid."""
+        return (
+            self.everyone if self.rewarded is None else map_actions(lambda all_N: all_N[self.rewarded], self.everyone)
+        )
+
+    @property
+    def paid_counts(self) -> tuple[int, ...]:
+        """How many of them each process has."""
+        if self.rewarded is None:
+            return self.counts
+        ends = torch.tensor(self.counts).cumsum(0)
+        return tuple(torch.bincount(torch.bucketize(self.rewarded, ends, right=True), minlength=len(ends)).tolist())
+
+    @property
+    def rows(self) -> Tensor | None:
+        """Which of this process's examples will be paid; None for all."""
+        if self.rewarded is None:
+            return None
+        start, stop = self.mine.start, self.mine.stop
+        rows: Tensor = self.rewarded[(self.rewarded >= start) & (self.rewarded < stop)] - start
+        return rows
 
     @property
     def mine(self) -> slice:
@@ -61,6 +87,7 @@ class Draw:
             "policy": policy,
             "version": self.version,
             "neutral": self.neutral,
+            "rewarded": self.rewarded,
         }
 
     @classmethod
@@ -71,7 +98,7 @@ class Draw:
         counts, processes = tuple(state["counts"]), world_size()
         if len(counts) != processes:
             counts = tuple(len(part) for part in torch.arange(sum(counts)).tensor_split(processes))
-        return cls(state["everyone"], counts, drawn_by, state["version"], state["neutral"])
+        return cls(state["everyone"], counts, drawn_by, state["version"], state["neutral"], state["rewarded"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +123,9 @@ class DrawnStep:
         return sum(draw.num_everyone for draw in self.draws)
 
     def rewards_of_everyone(self, rewards_N: Tensor) -> Tensor:
-        """The rewards of all processes' examples, in the order of the draws' ``everyone``, from those of this process's own."""
-        parts = torch.split(rewards_N, [draw.num_examples for draw in self.draws])
-        return torch.cat([gather_rows(part, draw.counts) for draw, part in zip(self.draws, parts, strict=True)])
+        """The rewards of all processes' examples, in the order of the draws' ``paid``, from those of this process's own."""
+        parts = torch.split(rewards_N, [draw.paid_counts[rank()] for draw in self.draws])
+        return torch.cat([gather_rows(part, draw.paid_counts) for draw, part in zip(self.draws, parts, strict=True)])
 
     @property
     def begun(self) -> bool:

@@ -83,6 +83,9 @@ class InLoop:
         copy_inputs: Keep copies of the layers' inputs, for writers that torch cannot see.
         retain: How to keep what is recorded until it is paid: "exact", in "half" the memory, or "recompute", in hardly any; see
             :func:`inloop.capture`.
+        part: The share of each batch's examples that are rewarded, chosen at random; all train the model. What is kept of a step, and the time
+            that its rewards take, shrink with it; the policy's gradient has the same expectation, and 1 / part times the variance. Steps
+            that are verified are rewarded whole.
         verify: Check that the recorded examples add up to every gradient: the "first" two times that a kind of step is seen
             (the second shows gradients that were not cleared), on each step (True), never (False).
         generator: The source of all sampling; by default one that follows torch's seed.
@@ -107,6 +110,7 @@ class InLoop:
         batchnorm_affine: bool = False,
         copy_inputs: bool = False,
         retain: Retention = "exact",
+        part: float = 1.0,
         verify: bool | Literal["first"] = "first",
         generator: torch.Generator | None = None,
         callback: Callable[[StepReport], None] | None = None,
@@ -118,6 +122,8 @@ class InLoop:
             )
         if start_after < 0:
             raise UsageError(f"start_after={start_after}: allowed are whole numbers from 0.")
+        if not 0 < part <= 1:
+            raise UsageError(f"part={part}: allowed are numbers above 0, up to 1.")
         check_reduction(reduction)
         self.model = model = unwrapped(model)
         self.policy = policy
@@ -128,6 +134,7 @@ class InLoop:
         self.start_after = start_after
         self.dry_run = dry_run
         self.reduction = reduction
+        self.part = part
         self.callback = callback
         self.updater = (
             OwnRule(policy)
@@ -191,11 +198,15 @@ class InLoop:
             log.info("the passes since the last step left no gradient; what was sampled for them is forgotten")
             self._one_pass = False  # the next such pass costs no payment
             self.skip()
+        if self.part < 1 and not draw.neutral and self._verifier.is_done(self.num_steps):
+            draw = self._sampler.choose_rewarded(draw, self.part)
         self._sampler.waiting.append(draw)
         if draw.neutral:
             self._recorder.stop()  # never paid, so nothing to record
         elif self._recorder.tape is not None:
             self._recorder.tape.batch = len(self._sampler.waiting) - 1
+            if draw.rows is not None:
+                self._recorder.tape.part[self._recorder.tape.batch] = draw.rows
 
     @property
     def loss_weight(self) -> float:
@@ -414,6 +425,10 @@ class InLoop:
             self._run_again.remove()
         self._drop_pending()
         self._sampler.waiting = []
+
+    def __repr__(self) -> str:
+        names = type(self.model).__name__, type(self.policy).__name__, type(self.reward).__name__
+        return f"InLoop({', '.join(names)}: {self.num_steps} steps, {self.updater.version} updates of the policy)"
 
     def __reduce__(self) -> Any:
         raise UsageError(

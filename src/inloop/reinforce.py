@@ -56,7 +56,7 @@ class Reinforce:
             weights_N = normalise(rewards_N)
         elif self.normalisation == "center":
             weights_N = rewards_N - rewards_N.mean()
-        parts = list(zip(draws, torch.split(weights_N, [draw.num_everyone for draw in draws]), strict=True))
+        parts = list(zip(draws, torch.split(weights_N, [sum(draw.paid_counts) for draw in draws]), strict=True))
         rewarded = [score_gradient(draw, weights_n) for draw, weights_n in parts]
         if self.normalisation == "window":
             _add(self._unrewarded, [score_gradient(draw, torch.ones_like(weights_n)) for draw, weights_n in parts])
@@ -112,7 +112,7 @@ class OwnRule:
     def add(self, rewards_N: Tensor, draws: Sequence[Draw]) -> bool:
         """Take in one step's rewards, of all processes, in the order of its draws; returns whether the policy was updated."""
         with torch.no_grad():
-            updated = self.policy.learn(concatenate([draw.everyone for draw in draws]), rewards_N.detach().cpu())
+            updated = self.policy.learn(concatenate([draw.paid for draw in draws]), rewards_N.detach().cpu())
         self.version += updated
         return updated
 
@@ -139,7 +139,7 @@ def _mean_and_std(count: float, total: float, squares: float) -> tuple[float, fl
 def score_gradient(draw: Draw, weights_N: Tensor) -> list[Tensor]:
     """``sum_i w_i ∇_φ log p(a_i; φ_t)``, at the parameters that drew the actions."""
     parameters = trainable(draw.policy)
-    log_prob_N = draw.policy.log_prob(draw.everyone)
+    log_prob_N = draw.policy.log_prob(draw.paid)
     objective = (weights_N.to(log_prob_N) * log_prob_N).sum()
     gradients = torch.autograd.grad(objective, parameters, allow_unused=True)
     return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True)]

@@ -80,5 +80,5 @@ def summarise_rewards(policy: Policy, draws: Sequence[Draw], rewards_N: Tensor) 
     return {
         "reward_mean": float(rewards_N.mean()),
         "reward_std": float(rewards_N.std()) if len(rewards_N) > 1 else 0.0,
-        "rewards": policy.summarise(concatenate([draw.everyone for draw in draws]), rewards_N),
+        "rewards": policy.summarise(concatenate([draw.paid for draw in draws]), rewards_N),
     }

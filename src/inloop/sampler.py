@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -31,6 +32,14 @@ class Sampler:
         with torch.no_grad():
             everyone = source(sum(counts), self.generator)
         return Draw(everyone, counts, self._copy_of(version), version, plain)
+
+    def choose_rewarded(self, draw: Draw, part: float) -> Draw:
+        """The draw with a random part of its examples to be paid: at least one, the same whatever the number of processes."""
+        if draw.num_everyone == 0:
+            return draw
+        some = max(1, round(part * draw.num_everyone))
+        rewarded = torch.randperm(draw.num_everyone, generator=self.generator)[:some].sort().values
+        return replace(draw, rewarded=rewarded)
 
     def take(self, actions: Actions | None, version: int) -> list[Draw]:
         """The draws of a step: all that wait, or the one of these actions, or a new one if they were drawn elsewhere."""

@@ -133,8 +133,14 @@ class Verifier:
         self.when = when
         self._seen: Counter[Structure] = Counter()
 
+    def is_done(self, num_steps: int) -> bool:
+        """Whether steps may come whose examples are not all recorded."""
+        return self.when is False or (self.when == "first" and num_steps >= 2)
+
     def wants(self, tape: Tape | None) -> bool:
         """Whether this step is to be checked."""
+        if tape is not None and tape.part:
+            return False
         if tape is None or self.when != "first":
             return tape is not None and self.when is True
         return self._seen[structure_of(tape.calls)] < 2

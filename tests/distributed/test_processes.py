@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import inloop
@@ -171,7 +173,7 @@ def test_processes_that_part_ways_are_told(how):
 
 def gradients_that_are_not_averaged():
     run = Run(Options(Convolutional, "none"))
-    with pytest.raises(VerificationError, match="account for"):
+    with pytest.raises(VerificationError, match="must be the mean over the 2 processes"):
         run.train(1)
     return True
 
@@ -325,6 +327,21 @@ def refusals():
 
 def test_what_is_refused():
     assert run(2, refusals) == [True, True]
+
+
+def tensor_parallel():
+    mesh = init_device_mesh("cpu", (2,))
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    learner = inloop.InLoop(model, inloop.MixturePolicy(2))
+    learner.sample(3)
+    with pytest.raises(UnsupportedLayerError, match="tensor parallelism"):
+        model(torch.randn(3, 4))
+    return True
+
+
+def test_tensor_parallelism_is_refused_by_name():
+    assert run(2, tensor_parallel) == [True, True]
 
 
 class Scaled(nn.Module):

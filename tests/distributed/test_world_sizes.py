@@ -61,9 +61,11 @@ def test_accumulation_without_synchronisation(wrapper):
         Options(Convolutional, "ddp", reference="previous"),
         Options(Convolutional, "ddp", selection="passes"),
         Options(Convolutional, "ddp", reference="held-out"),
+        Options(Convolutional, "ddp", part=0.3, steps=30),
+        Options(Transformer, "fsdp", part=0.3, clip=False),
         Options(Convolutional, "fsdp", reference="previous", clip=False),
     ],
-    ids=["interleaved", "recomputed", "previous", "passes", "held-out", "previous-sharded"],
+    ids=["interleaved", "recomputed", "previous", "passes", "held-out", "part", "part-sharded", "previous-sharded"],
 )
 def test_options(options):
     check(options, 2)

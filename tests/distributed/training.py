@@ -91,6 +91,7 @@ class Options:
     reference: str = "next"
     selection: str = "replacement"
     clip: bool = True
+    part: float = 1.0
 
 
 def shares(batch):
@@ -118,6 +119,7 @@ class Run:
             accumulate=2,
             interleave=options.interleave,
             retain=options.retain,
+            part=options.part,
             reference=self.held_out if options.reference == "held-out" else options.reference,
         )
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)

@@ -25,7 +25,7 @@ def batch_sizes(calls: Sequence[AnyCall]) -> dict[int, int]:
                 "belong to an example. Fix: return a value for each example and average outside, or leave it out with layers=."
             )
         known = first.setdefault(call.batch, call)
-        if call.num_examples != known.num_examples:
+        if call.num_recorded != known.num_recorded:
             raise BatchSizeError(_disagreement(call, known))
     for call in calls:
         if _looks_like_positions(call, calls):
@@ -33,7 +33,7 @@ def batch_sizes(calls: Sequence[AnyCall]) -> dict[int, int]:
                 f"Layer '{call.name}' (Embedding) was given {call.num_examples} consecutive positions, as many as there are "
                 f"examples, and its output looks shared by all of them. {_SHARED}"
             )
-    return {batch: call.num_examples for batch, call in sorted(first.items())}
+    return {batch: call.num_recorded for batch, call in sorted(first.items())}
 
 
 def structure_of(calls: Sequence[AnyCall]) -> Structure:
@@ -50,12 +50,12 @@ _SHARED = (
 def _disagreement(call: AnyCall, known: AnyCall) -> str:
     if call.name == known.name:
         return (
-            f"Layer '{call.name}' was called with {known.num_examples} and with {call.num_examples} examples in one micro-batch. "
+            f"Layer '{call.name}' was called with {known.num_recorded} and with {call.num_recorded} examples in one micro-batch. "
             "Fix: record one pass at a time; with a learner, call learner.sample(n) before each micro-batch and put passes that "
             "are not part of the step into learner.paused()."
         )
     return (
-        f"Layer '{call.name}' saw {call.num_examples} rows, layer '{known.name}' {known.num_examples}. The first axis of every "
+        f"Layer '{call.name}' saw {call.num_recorded} rows, layer '{known.name}' {known.num_recorded}. The first axis of every "
         f"layer's output must count the examples. {_SHARED} Or keep examples on the first axis instead of folding them into "
         f"another, or leave the layer out: layers=lambda name, module: name != '{call.name}'."
     )

@@ -56,6 +56,7 @@ class LayerCall:
         example_of_row: Where the axis has several rows for each example (packed or folded sequences), whose they are; else None.
         fingerprints: Of each output of a black box, to see that a replay gives the same.
         absolute: Add up magnitudes instead of values: what rounding errors are relative to.
+        taken_from: If only some of its examples are left, how many there were.
     """
 
     name: str
@@ -74,6 +75,7 @@ class LayerCall:
     versions: tuple[int, ...] = ()
     fingerprints: tuple[Tensor, ...] = ()
     absolute: bool = False
+    taken_from: int | None = None
 
     def with_gradient(self, dout: Tensor, output_index: int, batch_axis: int) -> "LayerCall":
         return replace(
@@ -99,6 +101,24 @@ class LayerCall:
     def _with(self, tensors: tuple[Any, Any, Any]) -> "LayerCall":
         args, kwargs, dout = tensors
         return replace(self, args=args, kwargs=kwargs, dout=dout, versions=versions_of(tensors))
+
+    def only(self, rows: Tensor) -> "LayerCall":
+        """The call of some of its examples, if their rows can be taken out."""
+        num_rows = self.num_examples
+        if not self.rule.separable or self.batch_axis or self.example_of_row is not None:
+            return self
+
+        def take(tensor: Tensor) -> Tensor:
+            return tensor[rows] if tensor.dim() and len(tensor) == num_rows else tensor
+
+        return replace(
+            self._with(tree_map_only(Tensor, take, (self.args, self.kwargs, self.dout))), taken_from=num_rows
+        )
+
+    @property
+    def num_recorded(self) -> int:
+        """Examples of the batch that it was called with."""
+        return self.num_examples if self.taken_from is None else self.taken_from
 
     @property
     def dtype(self) -> torch.dtype:

@@ -4,7 +4,7 @@ A tape would otherwise be held until the backward pass of the next step has ende
 passes go from the last layer to the first, so the old tape shrinks as the new one grows.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
@@ -20,12 +20,19 @@ class EarlyAlignment:
     Args:
         calls: The tape's own list: what is aligned leaves it.
         spare: Where its memory goes.
+        of_part: Leaves of a call's contributions those of the examples that count.
 
     Attributes:
         sums: Contributions [N] of the calls that were aligned, by micro-batch.
     """
 
-    def __init__(self, calls: list[AnyCall], spare: Spare) -> None:
+    def __init__(
+        self,
+        calls: list[AnyCall],
+        spare: Spare,
+        of_part: Callable[[AnyCall, Tensor], Tensor] = lambda call, all_N: all_N,
+    ) -> None:
+        self._of_part = of_part
         self.sums: dict[int, Tensor] = {}
         self._calls = calls
         self._spare = spare
@@ -53,7 +60,7 @@ class EarlyAlignment:
     def _align(self, call: AnyCall) -> None:
         local = {name: self._gradients[canonical] for name, canonical in call.parameter_names.items()}
         try:
-            part = call.align(local)
+            part = self._of_part(call, call.align(local))
         except OverwrittenTensorError:
             return  # comes up again when the rest of the tape is aligned, outside of the user's backward pass
         self.sums[call.batch] = self.sums[call.batch] + part if call.batch in self.sums else part

@@ -94,6 +94,11 @@ class AfterForward(_LayerHook):
                 "what it contributes to their gradients cannot be told. Fix: call the operation with these tensors "
                 "(torch.nn.functional), or leave the layer out with layers=."
             )
+        if any(is_sharded(value) for value in module._parameters.values()):
+            raise UnsupportedLayerError(
+                f"'{site.name}' ({original_type(module).__name__}) computes with parameters that are divided among processes (tensor parallelism), "
+                "which is not supported. Fix: shard with fully_shard, or leave it out with layers=."
+            )
         if trainable and not outputs:
             raise UnsupportedLayerError(
                 f"'{site.name}' ({type(module).__name__}) returned a {type(output).__name__}, in which no tensor can be seen. "

@@ -66,6 +66,11 @@ class ReducedCall:
         return len(next(iter(self.gradients.values())))
 
     @property
+    def num_recorded(self) -> int:
+        """Examples of the batch that it was called with."""
+        return self.num_examples if self.call.taken_from is None else self.call.taken_from
+
+    @property
     def dtype(self) -> torch.dtype:
         return next(iter(self.gradients.values())).dtype
 

@@ -186,7 +186,10 @@ def _graph_of(output: Tensor) -> tuple[set[int], bool]:
 class _VisitedTape(Tape):
     """Shows each call to a visitor when it would be written, and keeps none."""
 
-    fuses = False  # the gradients of parameters are not formed at all
+    @property
+    def fuses(self) -> bool:
+        """The gradients of parameters are not formed at all."""
+        return False
 
     def __init__(self, plan: Plan, visit: Callable[[LayerCall], None]) -> None:
         super().__init__(plan, "sum", expect_one_pass=True)

@@ -21,7 +21,13 @@ from inloop.errors import UsageError
 def tape_state(tape: Tape) -> dict[str, Any]:
     """What the tape holds. It is as large as the activations and output gradients of a step."""
     calls = [_any_call_state(call.full()) for call in tape.calls]
-    return {"reduction": tape.reduction, "retain": tape.retain, "calls": calls}
+    return {
+        "reduction": tape.reduction,
+        "retain": tape.retain,
+        "calls": calls,
+        "part": dict(tape.part),
+        "mean_over": tape.mean_over,
+    }
 
 
 def _any_call_state(call: AnyCall) -> dict[str, Any]:
@@ -37,6 +43,7 @@ def _any_call_state(call: AnyCall) -> dict[str, Any]:
 def restore_tape(plan: Plan, state: dict[str, Any]) -> Tape:
     """The tape of :func:`tape_state`, for a model with the same layers."""
     tape = Tape(plan, state["reduction"], state["retain"])
+    tape.part, tape.mean_over = dict(state["part"]), state["mean_over"]
     sites = {site.name: site for site in plan.sites}
     for saved in state["calls"]:
         if saved.get("operation"):
@@ -57,6 +64,7 @@ def _call_state(call: LayerCall) -> dict[str, Any]:
     parameters = dict(call.layer.named_parameters(remove_duplicate=False)) if call.rule.keeps_parameters else {}
     return {
         "name": call.name,
+        "taken_from": call.taken_from,
         "parameter_names": dict(call.parameter_names),
         "inputs": tree_map_only(Tensor, _compact, (call.args, call.kwargs)),
         "autocast": (call.autocast.device, call.autocast.enabled, call.autocast.dtype),
@@ -101,6 +109,7 @@ def _restore_call(site: Site, saved: dict[str, Any]) -> LayerCall:
         versions=versions_of((args, kwargs)),
         fingerprints=saved["fingerprints"],
         example_of_row=saved["example_of_row"],
+        taken_from=saved["taken_from"],
     )
     return call.with_gradient(saved["dout"], saved["output_index"], saved["batch_axis"])
 

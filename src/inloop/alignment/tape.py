@@ -65,12 +65,11 @@ class Tape:
         spare: Where the memory of what it keeps comes from and goes to.
 
     Attributes:
-        fuses: Whether layers may form their examples' gradients in their own backward pass.
+        part: By micro-batch, the rows of the examples that count; all, where there is no entry.
         mean_over: How many examples a mean loss is the mean of; None for those that were recorded. Of W processes that average their
             gradients, each has a loss that counts like the mean of a W-th of all examples.
     """
 
-    fuses = True
     mean_over: float | None = None
 
     def __init__(
@@ -86,6 +85,7 @@ class Tape:
         self.reduction = reduction
         self.retain: Retention = retain
         self.calls: list[AnyCall] = []
+        self.part: dict[int, Tensor] = {}
         self.batch = 0  # the micro-batch that forward passes belong to at the moment
         self.black_box_state: dict[str, BlackBoxState] = {}  # of the black boxes that are running
         self.passes: Counter[str] = Counter()  # backward passes that reached each parameter
@@ -107,6 +107,11 @@ class Tape:
     def parameter_shapes(self) -> Mapping[str, torch.Size]:
         """Of all parameters of the model, by name."""
         return self._plan.shapes
+
+    @property
+    def fuses(self) -> bool:
+        """Whether layers may form their examples' gradients in their own backward pass; they form those of all examples, there."""
+        return self.batch not in self.part
 
     def is_first(self, parameters: Iterable[Tensor]) -> None:
         """They are used before those of any other recorded layer."""
@@ -131,10 +136,12 @@ class Tape:
                 open_tape.missed_a_pass |= waiting.written and open_tape._is_open
                 return None
             complete = waiting.call.with_gradient(dout.detach(), output_index, batch_axis)
+            rows = open_tape.part.get(complete.batch)
+            complete = complete if rows is None else complete.only(rows)
             written = reduced(complete, open_tape._spare, fused=True) if form_gradients else complete
             open_tape.write(written)
             waiting.written = True
-            if open_tape._one_pass:
+            if open_tape._one_pass or rows is not None:
                 waiting.call = None  # its input may be kept in a smaller form now, or not at all
             return written
 
@@ -208,7 +215,7 @@ class Tape:
     def align_early(self) -> EarlyAlignment:
         """Begin to align with the gradients of the next backward pass as they arrive, for one later ``align`` with them all."""
         self._sizes = batch_sizes(self.calls)
-        self.early = EarlyAlignment(self.calls, self._spare)
+        self.early = EarlyAlignment(self.calls, self._spare, self._of_part)
         return self.early
 
     def align(self, direction: Direction) -> Tensor:
@@ -248,12 +255,20 @@ class Tape:
             for call in self.calls:
                 local = {name: part.get(canonical) for name, canonical in call.parameter_names.items()}
                 if any(value is not None for value in local.values()):
-                    aligned = call.align(local)
+                    aligned = self._of_part(call, call.align(local))
                     totals[call.batch] = totals[call.batch] + aligned if call.batch in totals else aligned
         device = self.calls[0].device if self.calls else next(iter(totals.values())).device
         return torch.cat(
-            [totals[batch] if batch in totals else torch.zeros(size, device=device) for batch, size in sizes.items()]
+            [
+                totals[batch] if batch in totals else torch.zeros(len(self.part.get(batch, range(size))), device=device)
+                for batch, size in sizes.items()
+            ]
         )
+
+    def _of_part(self, call: AnyCall, contributions: Tensor) -> Tensor:
+        """Of a call's contributions those of the examples that count."""
+        rows = self.part.get(call.batch)
+        return contributions if rows is None or len(contributions) != call.num_recorded else contributions[rows]
 
     def verify(self, gradients: Direction) -> None:
         """Check ``sum_i c_i(p.grad) = ‖p.grad‖²`` for every parameter p; with several processes, for the mean over them.

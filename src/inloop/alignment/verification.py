@@ -132,6 +132,8 @@ def _what_is_wrong(name: str, total: float, norm: float) -> str:
             "it into learner.paused()), as SAM's first pass or all but the last of LBFGS's closure; a loss that reaches the parameter past the examples (a penalty on weights belongs in the "
             "optimizer). If you mean it, pass verify=False."
         )
+        if world_size() > 1:
+            cause = f"The gradient must be the mean over the {world_size()} processes (DistributedDataParallel, fully_shard). {cause}"
     return (
         f"Parameter '{name}': its gradient has the norm {norm:.6g}, of which the recorded examples account for {total:.6g}; the "
         f"two must be equal. {cause}"

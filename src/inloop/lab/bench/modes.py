@@ -55,6 +55,10 @@ def interleaved(task: Task) -> Step:
     return gradient_alignment(task, interleave=True)
 
 
+def a_quarter(task: Task) -> Step:
+    return gradient_alignment(task, part=0.25)
+
+
 def half(task: Task) -> Step:
     return gradient_alignment(task, retain="half")
 
@@ -154,6 +158,7 @@ MODES: dict[str, Callable[[Task], Step]] = {
     "gar-interleaved": interleaved,
     "gar-half": half,
     "gar-recompute": recompute,
+    "gar-part": a_quarter,
     "metagradient": metagradient,
     "metagradient-unrolled": unrolled,
     "vmap": per_example_gradients,

@@ -1,0 +1,142 @@
+"""Rewards for a random part of each batch: those that the whole would give, for fewer examples."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from inloop import InLoop, MixturePolicy
+from inloop.alignment.call import LayerCall
+from inloop.errors import UsageError
+from inloop.rewards import GradientAlignment
+
+
+class Net(nn.Module):
+    """Convolutions, norms, a module without a rule, a bare parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(1, 3, 3), nn.GroupNorm(1, 3)
+        self.gru, self.scale = nn.GRU(4, 5, batch_first=True), nn.Parameter(torch.ones(5))
+        self.bn, self.head = nn.BatchNorm1d(5), nn.Linear(5, 2)
+
+    def forward(self, x):
+        x = F.relu(self.norm(self.conv(x))).flatten(1).unflatten(1, (-1, 4))
+        return self.head(self.bn(self.gru(x)[0][:, -1] * self.scale))
+
+
+class Kept(GradientAlignment):
+    def __init__(self):
+        self.rewards = []
+
+    def __call__(self, step, reference):
+        self.rewards.append(super().__call__(step, reference))
+        return self.rewards[-1]
+
+
+def train(part, steps=6, micro_batches=1, **options):
+    torch.manual_seed(0)
+    net = Net().double()
+    reward, chosen = Kept(), []
+    learner = InLoop(
+        net,
+        MixturePolicy(3),
+        reward=reward,
+        part=part,
+        dry_run=True,
+        generator=torch.Generator().manual_seed(1),
+        **options,
+    )
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    data = torch.randn(
+        steps, micro_batches, 8, 1, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2)
+    )
+    for batches in data:
+        for x in batches:
+            learner.sample(8)
+            (net(x).square().mean() / micro_batches).backward()
+        chosen.append([draw.rows for draw in learner._sampler.waiting])
+        learner.step(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return reward.rewards, chosen, learner
+
+
+@pytest.mark.parametrize("retain", ["exact", "recompute"])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_rewards_are_those_of_the_whole_batch(retain, micro_batches):
+    whole, _, _ = train(1.0, micro_batches=micro_batches, retain=retain)
+    some, chosen, _ = train(0.4, micro_batches=micro_batches, retain=retain)
+    assert len(some) == len(whole) == 5
+    for step, (part, everything) in enumerate(zip(some, whole, strict=True)):
+        rows = [torch.arange(8) if rows is None else rows for rows in chosen[step]]
+        expected = torch.cat([part_8[row] for part_8, row in zip(everything.split(8), rows, strict=True)])
+        torch.testing.assert_close(part, expected, rtol=1e-9, atol=1e-14)
+    assert [len(part) for part in some] == [8 * micro_batches] * 2 + [
+        3 * micro_batches
+    ] * 3  # the first two are verified
+
+
+def test_less_is_kept():
+    _, _, learner = train(0.25)
+    calls = {call.name: call for call in learner._pending.step.tape.calls}
+    assert calls["head"].num_examples == 2
+    assert calls["head"].num_recorded == 8
+    assert isinstance(calls["gru"], LayerCall)
+    assert calls["gru"].num_examples == 8  # to be run again as a whole
+
+
+def test_the_policys_gradient_has_the_same_expectation():
+    """Over many choices of a part of one batch."""
+    rewards = torch.randn(40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    policy = MixturePolicy(3).double()
+    learner = InLoop(nn.Linear(1, 1), policy, part=0.25, normalisation="none", verify=False)
+    draw = learner.draw(40)
+    log_prob = policy.log_prob(draw.everyone)
+    (whole,) = torch.autograd.grad((rewards * log_prob).sum(), policy.scores)
+    parts = []
+    for _ in range(4000):
+        part = learner._sampler.choose_rewarded(draw, 0.25)
+        (gradient,) = torch.autograd.grad((rewards[part.rewarded] * policy.log_prob(part.paid)).sum(), policy.scores)
+        parts.append(4 * gradient)
+    mean, std = torch.stack(parts).mean(0), torch.stack(parts).std(0)
+    assert ((mean - whole).abs() < 4 * std / 4000**0.5).all()
+
+
+def test_it_learns_and_continues():
+    from inloop import Mixture
+    from tests.training import make_net, make_sources
+
+    torch.manual_seed(0)
+    model, mixture = make_net(), Mixture(make_sources(4, poisoned=2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    learner = InLoop(model, MixturePolicy(4), part=0.25, accumulate=5)
+
+    def step(learner):
+        x, y = mixture.draw(learner.sample(256))
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        report = learner.step(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return report
+
+    reports = [step(learner) for _ in range(250)]
+    assert int(reports[-1].rewards.count_K.sum()) == 64
+    assert int(learner.policy.probabilities().argmin()) == 2
+    state, data = learner.state_dict(pending=True), mixture.state_dict()
+    parameters = {name: value.clone() for name, value in model.state_dict().items()}
+    expected = step(learner)
+    again = InLoop(model, MixturePolicy(4), part=0.25, accumulate=5)
+    learner.close()
+    again.load_state_dict(state)
+    mixture.load_state_dict(data)
+    model.load_state_dict(parameters)
+    again.num_steps = state["num_steps"]
+    assert step(again).reward_mean == pytest.approx(expected.reward_mean, rel=1e-6)
+
+
+@pytest.mark.parametrize("part", [0.0, -1.0, 1.5])
+def test_what_is_no_part(part):
+    with pytest.raises(UsageError, match="part="):
+        InLoop(nn.Linear(1, 1), MixturePolicy(2), part=part)
