@@ -136,6 +136,21 @@ def test_it_learns_and_continues():
     assert step(again).reward_mean == pytest.approx(expected.reward_mean, rel=1e-6)
 
 
+@pytest.mark.parametrize("reward", ["nslr", "loss"])
+def test_rewards_that_cost_nothing_are_paid_whole(reward):
+    from inloop.policies import LossMixture
+
+    model = nn.Linear(2, 1)
+    learner = InLoop(model, LossMixture(2), reward=reward, part=0.5)
+    for _ in range(4):
+        learner.sample(8)
+        losses = model(torch.randn(8, 2)).square()[:, 0]
+        losses.mean().backward()
+        report = learner.step(losses.mean(), losses=losses)
+        model.zero_grad()
+    assert int(report.rewards.count_K.sum()) == 8
+
+
 @pytest.mark.parametrize("part", [0.0, -1.0, 1.5])
 def test_what_is_no_part(part):
     with pytest.raises(UsageError, match="part="):

@@ -58,5 +58,12 @@ for reward in nslr none oracle; do
   run "cnn-bn-$reward" --network cnn-bn --reward $reward --seeds 10
 done
 
+# Baselines that follow the loss
+for network in fc-bn fc; do
+  for reward in loss exp3; do
+    run "$network-$reward" --network $network --reward $reward --seeds 10
+  done
+done
+
 # The figures fc-bn.svg and fc.svg are copies of what this writes
 inloop report "$runs"

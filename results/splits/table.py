@@ -48,7 +48,7 @@ def main_table() -> str:
     rows = [
         row(f"{network}-{reward}", f"{network}, {reward}", PAPER.get((network, reward)))
         for network in ("fc-bn", "fc", "cnn-bn")
-        for reward in ("gar", "nslr", "none", "oracle")
+        for reward in ("gar", "nslr", "loss", "exp3", "none", "oracle")
     ]
     linear = row("cnn-bn-gar-linear", "cnn-bn, gar, linear layer's part only", PAPER["cnn-bn", "gar"])
     return table([*rows, linear])

@@ -198,7 +198,7 @@ class InLoop:
             log.info("the passes since the last step left no gradient; what was sampled for them is forgotten")
             self._one_pass = False  # the next such pass costs no payment
             self.skip()
-        if self.part < 1 and not draw.neutral and self._verifier.is_done(self.num_steps):
+        if self.part < 1 and self.reward.needs_tape and not draw.neutral and self._verifier.is_done(self.num_steps):
             draw = self._sampler.choose_rewarded(draw, self.part)
         self._sampler.waiting.append(draw)
         if draw.neutral:
