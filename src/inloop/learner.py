@@ -27,7 +27,7 @@ from inloop.alignment.segments import RunAgain
 from inloop.alignment.tape import Reduction, Retention, check_reduction
 from inloop.distributed import begin_alike, is_distributed, is_sharded, unwrapped, world_size
 from inloop.draws import Draw, DrawnStep
-from inloop.errors import UsageError, VerificationError
+from inloop.errors import InloopError, UsageError, VerificationError
 from inloop.policies import Actions, Policy, SelfTaught
 from inloop.randomness import default_generator
 from inloop.reinforce import OwnRule, Reinforce
@@ -43,6 +43,7 @@ from inloop.step_checks import (
     refuse_missing_gradients,
     refuse_other_batch_sizes,
     refuse_other_losses,
+    refuse_other_parts,
     scale_of,
     warn_of_coupled_examples,
     what_is_not_finite,
@@ -170,6 +171,7 @@ class InLoop:
         )
         self._recorder = self._make_recorder()
         self._segments: list[str] = []  # modules that activation checkpointing runs again
+        self._num_verified = 0  # steps, with these
         self._run_again: RunAgain | None = None if retain == "recompute" else RunAgain(model)
         warn_of_coupled_examples(model)
         self._begin_step()
@@ -198,15 +200,20 @@ class InLoop:
             log.info("the passes since the last step left no gradient; what was sampled for them is forgotten")
             self._one_pass = False  # the next such pass costs no payment
             self.skip()
-        if self.part < 1 and self.reward.needs_tape and not draw.neutral and self._verifier.is_done(self.num_steps):
+        if self.part < 1 and self.reward.needs_tape and not draw.neutral and self._may_record_less():
             draw = self._sampler.choose_rewarded(draw, self.part)
         self._sampler.waiting.append(draw)
         if draw.neutral:
             self._recorder.stop()  # never paid, so nothing to record
-        elif self._recorder.tape is not None:
-            self._recorder.tape.batch = len(self._sampler.waiting) - 1
-            if draw.rows is not None:
-                self._recorder.tape.part[self._recorder.tape.batch] = draw.rows
+        self._expect(len(self._sampler.waiting) - 1)
+
+    def _expect(self, batch: int) -> None:
+        """What is recorded next belongs to this one of the draws that wait."""
+        tape, rows = self._recorder.tape, self._sampler.waiting[batch].rows
+        if tape is not None:
+            tape.batch = batch
+            if rows is not None:
+                tape.part[batch] = rows
 
     @property
     def loss_weight(self) -> float:
@@ -280,7 +287,8 @@ class InLoop:
         refuse_other_losses(losses_N, draws)
         num_examples = sum(draw.num_examples for draw in draws)
         current = DrawnStep(Step(num_examples, tape, None if losses_N is None else losses_N.detach()), draws, scale)
-        agreed = agree(loss, norm, self._verifier.wants(tape), self.num_steps, self.policy)
+        verifies = self._verifier.wants(tape) or (tape is not None and self._has_untried_segments())
+        agreed = agree(loss, norm, verifies, self.num_steps, self.policy)
         self.num_steps += 1
         lag = max(self.updater.version - draw.version for draw in draws)
         problem = what_is_not_finite(agreed.loss, gradients, agreed.norm)
@@ -292,8 +300,12 @@ class InLoop:
             return self._report(lag, dropped=problem)
         if tape is not None:
             self._one_pass = self._one_pass is not False and tape.had_one_pass
-            if agreed.verifies:
-                self._verifier.check(tape, gradients)
+            if agreed.verifies and (problem := self._verify(tape, gradients)):
+                self._drop_pending()
+                current.release()
+                return self._report(lag, dropped=problem)
+            if self._run_again is not None:
+                self._record_segments(self._run_again.segments(tape))
         paid, reference = self._match(current, Reference(gradients, agreed.loss, scale))
         if paid is None or paid.num_everyone == 0:
             return self._report(lag)
@@ -345,12 +357,12 @@ class InLoop:
     def _begin_step(self, used: Sequence[Draw] = ()) -> None:
         """Record from here on; draws that were not used yet wait for their batch."""
         self._sampler.forget(used)
-        if self.num_steps and self._run_again is not None:
-            self._record_segments(self._run_again.segments)
         if self._pending is not None and self._pending.step.tape is not None:
             self._pending.step.tape.own_parameters()
         if self.reward.needs_tape:
             self._recorder.start(self.reduction, expect_one_pass=self._one_pass is True)
+        for batch in range(len(self._sampler.waiting)):
+            self._expect(batch)
         self._recorder.early = self._begin_payment()
 
     def _begin_payment(self) -> EarlyAlignment | None:
@@ -364,13 +376,38 @@ class InLoop:
         return tape.align_early()
 
     def _record_segments(self, segments: Sequence[str]) -> None:
-        """From the second step on, keep of checkpointed modules no more than their checkpoints do."""
+        """From here on, keep of checkpointed modules no more than their checkpoints do."""
         if self._run_again is not None:
             self._run_again.remove()
-        self._run_again, self._segments = None, list(segments)
-        if segments:
+        self._run_again = None
+        if self._segments != list(segments):
+            self._segments, self._num_verified = list(segments), 0
             self._recorder.remove()
             self._recorder = self._make_recorder(segments=segments)
+
+    def _verify(self, tape: Tape, gradients: Direction) -> str | None:
+        """Check the tape. Returns why not, if checkpointed modules cannot be run again as a whole; they are not tried again then."""
+        try:
+            self._verifier.check(tape, gradients)
+        except (InloopError, RuntimeError) as error:
+            if not self._segments:
+                raise
+            self._record_segments([])
+            return (
+                f"the checkpointed modules cannot be run again as a whole ({str(error).splitlines()[0]}); from now on each of their layers is "
+                "recorded, which takes more memory"
+            )
+        self._num_verified += 1
+        return None
+
+    def _has_untried_segments(self) -> bool:
+        return bool(self._segments) and self._num_verified == 0
+
+    def _may_record_less(self) -> bool:
+        """Whether steps need not be recorded whole any more, to be verified or to find out what is checkpointed."""
+        return (
+            self._run_again is None and not self._has_untried_segments() and self._verifier.is_done(self._num_verified)
+        )
 
     def _was_abandoned(self) -> bool:
         """Whether a backward pass was recorded whose gradients were then cleared without a step.
@@ -392,6 +429,7 @@ class InLoop:
             )
         if tape is not None:
             refuse_other_batch_sizes(tape, draws)
+            refuse_other_parts(tape, draws)
             tape.mean_over = sum(draw.num_everyone for draw in draws) / world_size()
         self._recorder.stop()
         self._recorder.early = None
@@ -480,6 +518,7 @@ class InLoop:
             "previous": None if self._previous is None else self._previous.state_dict(),
             "pending": None if self._pending is None else self._pending.state_dict(),
             "segments": self._segments,
+            "num_verified": self._num_verified,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -490,8 +529,9 @@ class InLoop:
             )
         # All that can fail comes first, so that a state that does not fit changes nothing.
         draws = [Draw.restored(self.policy, saved) for saved in state["draws"]]
-        if state["segments"]:
+        if state["num_verified"]:
             self._record_segments(state["segments"])
+            self._num_verified = state["num_verified"]
         saved = state["pending"]
         pending = None if saved is None else DrawnStep.restored(self.policy, self._recorder.plan, saved)
         self.policy.load_state_dict(state["policy"])
@@ -503,3 +543,5 @@ class InLoop:
         self._pending = pending
         self.skip()
         self._sampler.restore(draws)
+        for batch in range(len(draws)):
+            self._expect(batch)

@@ -89,7 +89,14 @@ def _evaluate(model: nn.Module, held_out_loss: Callable[[], Tensor], with_gradie
         mean_loss = float(gather_numbers(float(loss.detach())).mean())
         if not with_gradient:
             return Reference({}, mean_loss)
-        gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+        try:
+            gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+        except RuntimeError as error:
+            if "checkpoint" not in str(error).lower():
+                raise
+            raise UsageError(
+                "A held-out reference needs gradients on the side, which a reentrant checkpoint does not give. Fix: use_reentrant=False."
+            ) from error
     return Reference(average_gradient(dict(zip(named, gradients, strict=True))), mean_loss)
 
 

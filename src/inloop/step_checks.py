@@ -119,6 +119,23 @@ def refuse_other_losses(losses_N: Tensor | None, draws: Sequence[Draw]) -> None:
         )
 
 
+def refuse_other_parts(tape: Tape, draws: Sequence[Draw]) -> None:
+    """Raise if other examples were recorded than will be paid."""
+    batches = sorted({call.batch for call in tape.calls})
+    parts = [tape.part.get(batch) for batch in batches]
+    rows = [draw.rows for draw in draws]
+    if len(parts) != len(rows) or not all(_same_rows(*pair) for pair in zip(parts, rows, strict=True)):
+        raise UsageError(
+            "With part= below 1, batches must be trained on in the order in which they were sampled, each before the next is sampled, and with "
+            "the actions that were sampled. Fix: for batches that are chosen ahead, use learner.draw(n) and call learner.use(draw) right before "
+            "each is trained on."
+        )
+
+
+def _same_rows(first: Tensor | None, second: Tensor | None) -> bool:
+    return first is second or (first is not None and second is not None and torch.equal(first, second))
+
+
 class Verifier:
     """Checks that the recorded examples of a step account for its gradients.
 
@@ -133,9 +150,9 @@ class Verifier:
         self.when = when
         self._seen: Counter[Structure] = Counter()
 
-    def is_done(self, num_steps: int) -> bool:
+    def is_done(self, num_verified: int) -> bool:
         """Whether steps may come whose examples are not all recorded."""
-        return self.when is False or (self.when == "first" and num_steps >= 2)
+        return self.when is False or (self.when == "first" and num_verified >= 2)
 
     def wants(self, tape: Tape | None) -> bool:
         """Whether this step is to be checked."""

@@ -102,18 +102,16 @@ class LayerCall:
         args, kwargs, dout = tensors
         return replace(self, args=args, kwargs=kwargs, dout=dout, versions=versions_of(tensors))
 
-    def only(self, rows: Tensor) -> "LayerCall":
-        """The call of some of its examples, if their rows can be taken out."""
-        num_rows = self.num_examples
-        if not self.rule.separable or self.batch_axis or self.example_of_row is not None:
+    def only(self, rows: Tensor, num_rows: int) -> "LayerCall":
+        """The call of some of its ``num_rows`` examples, before its gradient is there, if their rows can be taken out."""
+        if not self.rule.separable or self.example_of_row is not None:
             return self
 
         def take(tensor: Tensor) -> Tensor:
             return tensor[rows] if tensor.dim() and len(tensor) == num_rows else tensor
 
-        return replace(
-            self._with(tree_map_only(Tensor, take, (self.args, self.kwargs, self.dout))), taken_from=num_rows
-        )
+        args, kwargs = tree_map_only(Tensor, take, (self.args, self.kwargs))
+        return replace(self, args=args, kwargs=kwargs, versions=versions_of((args, kwargs)), taken_from=num_rows)
 
     @property
     def num_recorded(self) -> int:

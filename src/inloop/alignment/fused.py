@@ -36,8 +36,15 @@ def can_fuse(call: LayerCall, module: nn.Module, args: tuple[Any, ...], outputs:
         and not torch._C._are_functorch_transforms_active()
         and not torch.compiler.is_compiling()
         and forward_ad._current_level < 0
+        and not _has_another_owner(output)
         and is_worthwhile(call.with_gradient(output.detach(), 0, 0), fused=True)
     )
+
+
+def _has_another_owner(output: Tensor) -> bool:
+    """Whether another learner, or a user, waits for the gradient of this output, or has exchanged its node already."""
+    seen = [output] if output._base is None else [output, output._base]
+    return any(tensor._backward_hooks for tensor in seen) or isinstance(output.grad_fn, _Fused._backward_cls)
 
 
 def fuse(call: LayerCall, module: nn.Module, x: Tensor, output: Tensor, write: Write) -> Tensor:

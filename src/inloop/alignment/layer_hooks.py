@@ -34,6 +34,8 @@ class _LayerHook(Hook["Recorder"]):
         recorder = self.owner()
         if recorder is None or not torch.is_grad_enabled() or recorder.follows_operations:
             return None
+        if self.site.in_segment and torch._C._current_graph_task_id() != -1:
+            return None  # a checkpoint within the segment, which answers for it, is run again
         return recorder.tape
 
 

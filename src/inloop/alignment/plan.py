@@ -29,6 +29,7 @@ class Site:
 
     Attributes:
         sequence_first: Whether its input and output are [positions, examples, ...], as torch's own modules say of themselves.
+        in_segment: Whether it is a part of a checkpointed module that is recorded as a whole.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Site:
     rule: Rule
     parameter_names: Mapping[str, str]
     sequence_first: bool = False
+    in_segment: bool = False
 
     def batch_axis(self, output_index: int, output: Tensor) -> int:
         """Axis of the examples in one of the outputs."""

@@ -32,9 +32,8 @@ from inloop.alignment.watch import Watch
 from inloop.errors import UnsupportedLayerError
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
-_Sums = list[
-    tuple[torch.Size, float, dict[int, Tensor]]
-]  # of each call: shape, rounding, and sums over all axes but one
+# of each call: shape, rounding, sums over all axes but one, and whether it has a gradient
+_Sums = list[tuple[torch.Size, float, dict[int, Tensor], bool]]
 _Seen = dict[tuple[str, int], _Sums]
 
 _KNOWN: "weakref.WeakKeyDictionary[nn.Module, dict[object, Layouts]]" = weakref.WeakKeyDictionary()
@@ -98,7 +97,8 @@ def _find(
             continue
         best = min(fits, key=lambda one: fits[one])
         if fits[best] > 1:
-            lost.append((key[0], calls[0][0]))
+            if all(requires_grad for *_, requires_grad in calls):
+                lost.append((key[0], calls[0][0]))
         elif fits.get(Layout(), 2.0) > 1 or (best != Layout() and fits[best] < 0.1 * fits[Layout()]):
             found[key] = best
     return found, lost
@@ -117,7 +117,7 @@ def _misfit(layout: Layout, before: _Sums, after: _Sums, by: int, num_examples: 
     if len(before) != len(after):
         return float("inf")
     worst = 0.0
-    for (shape, rounding, sums), (shape_after, _, sums_after) in zip(before, after, strict=True):
+    for (shape, rounding, sums, _), (shape_after, _, sums_after, _) in zip(before, after, strict=True):
         rows, rows_after = sums.get(layout.axis), sums_after.get(layout.axis)
         if rows is None or rows_after is None or shape != shape_after or len(rows) % num_examples:
             return 0.0 if rows is None and shape == shape_after else float("inf")
@@ -190,12 +190,17 @@ def _outputs(sample: nn.Module, plan: Plan, inputs: Inputs, seed: int) -> _Seen:
         site.module.register_forward_hook(_keep(seen, site.name, watch), prepend=True)
     torch.manual_seed(seed)  # another one shows what is random
     try:
-        with torch.enable_grad():
+        # With hooks of its own for what autograd saves: the model may run in a checkpoint, which counts that.
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_same, _same):
             model(*inputs[0], **inputs[1])
     finally:
         watch.leave_model(entirely=True)
         remove_hooks(model)  # which know the watch, which knows the model: without them all is let go at once
     return seen
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _keep(seen: _Seen, name: str, watch: Watch) -> Callable[[nn.Module, Any, Any], None]:
@@ -204,7 +209,8 @@ def _keep(seen: _Seen, name: str, watch: Watch) -> Callable[[nn.Module, Any, Any
             return
         packed = any(isinstance(part, PackedSequence) for part in (output if isinstance(output, tuple) else ()))
         for index, out in enumerate(tensors_in(output)):
-            if out.requires_grad and not (packed and index == 0):
+            # Without gradients it may be a reentrant checkpoint, which will be run again with them.
+            if (out.requires_grad or not torch.is_grad_enabled()) and not (packed and index == 0):
                 _keep_output(seen, (name, index), out)
 
     return keep
@@ -218,7 +224,8 @@ def _keep_output(seen: _Seen, key: tuple[str, int], out: Tensor) -> None:
     real = torch.view_as_real(out.detach().resolve_conj()) if out.is_complex() else out.detach()
     sums = {axis: _sums(real, axis) for axis in (0, 1) if out.dim() > axis}
     largest = max((float(values[:, 1].max()) for values in sums.values() if len(values)), default=0.0)
-    seen.setdefault(key, []).append((out.shape, 300 * torch.finfo(real.dtype).eps * largest + 1e-30, sums))
+    rounding = 300 * torch.finfo(real.dtype).eps * largest + 1e-30
+    seen.setdefault(key, []).append((out.shape, rounding, sums, out.requires_grad))
 
 
 def _sums(out: Tensor, axis: int) -> Tensor:

@@ -53,6 +53,8 @@ def _gradients(call: LayerCall) -> dict[str, Tensor] | None:
     """Of every example, [N, *shape]; None if the output is another than in step t."""
     leaves, structure = tree_flatten((call.args, call.kwargs))
     places = [place for place, leaf in enumerate(leaves) if _has_examples(leaf, call.num_examples)]
+    if len(places) > 1 and call.num_examples in leaves[places[0]].shape[1:]:
+        return None  # positions may be as many: whose the rows of the others are cannot be told
     named = {name: value.detach() for name, value in call.layer.named_parameters(remove_duplicate=False)}
     fixed = {name: value for name, value in named.items() if name not in call.parameter_names}
 

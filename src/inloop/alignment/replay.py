@@ -72,7 +72,13 @@ def align_by_replay(described: _Described, call: LayerCall, direction: Mapping[s
     """The sum of the contributions of all layers' calls."""
     along = {described.plan.aliases[name]: value for name, value in direction.items()}
     described = described.of(call)
-    return torch.cat([_align_part(described, part, along) for part in _parts(call)])
+    parts = _parts(call, slice(0, 1))
+    if len(parts) > 1:
+        try:
+            return torch.cat([_align_part(described, part, along) for part in parts])
+        except (RuntimeError, ValueError, IndexError, UnsupportedLayerError):
+            pass  # one example alone could be run, and some of them cannot
+    return _align_part(described, call, along)
 
 
 def _align_part(described: _Described, call: LayerCall, along: Mapping[str, Tensor]) -> Tensor:
@@ -99,22 +105,31 @@ def visit_layers(described: _Described, call: LayerCall, visit: Callable[[LayerC
         names = {local: call.parameter_names[name] for local, name in layer_call.parameter_names.items()}
         visit(replace(layer_call, parameter_names=names))
 
-    for part in _parts(call):
+    for part in _parts(call, slice(0, _rows_of_a_part(call))):
         _replay(described, part, visit_as_of_the_model)
 
 
-def _parts(call: LayerCall) -> list[LayerCall]:
-    """The call divided into calls of fewer examples, which take less memory, if that gives the same output."""
+def _rows_of_a_part(call: LayerCall) -> int:
+    return -(-call.num_examples // _NUM_PARTS)
+
+
+def _parts(call: LayerCall, tried: slice) -> list[LayerCall]:
+    """The call divided into calls of fewer examples, which take less memory, if that gives the same output.
+
+    Args:
+        tried: The examples to see that by.
+    """
     coupled = any(isinstance(module, _BatchNorm) and module.training for module in call.layer.modules())
-    rows = -(-call.num_examples // _NUM_PARTS)
-    if coupled or call.random_state or rows == call.num_examples or not _can_be_divided(call):
+    rows = _rows_of_a_part(call)
+    plain = call.batch_axis == 0 and call.example_of_row is None
+    if coupled or call.random_state or not plain or rows == call.num_examples or not _can_be_divided(call, tried):
         return [call]
     return [_examples(call, slice(start, start + rows)) for start in range(0, call.num_examples, rows)]
 
 
-def _can_be_divided(call: LayerCall) -> bool:
-    """Whether the first example alone has the output that it had among all. What has as many rows may be no examples (a mask)."""
-    one = _examples(call, slice(0, 1))
+def _can_be_divided(call: LayerCall, tried: slice) -> bool:
+    """Whether some examples alone have the output that they had among all. What has as many rows may be no examples (a mask)."""
+    one = _examples(call, tried)
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a checkpoint says that nothing is differentiated here
@@ -150,13 +165,18 @@ def _replay(described: _Described, call: LayerCall, visit: Callable[[LayerCall],
             outputs = checked(call, tensors_in(model(*call.args, **call.kwargs)))
         output = outputs[call.output_index]
         del outputs
-        reached, is_reentrant = _graph_of(output)
+        reached, outside, is_reentrant = _graph_of(output)
         if tape.first_parameters and not is_reentrant:
             # The backward pass goes as far as the first layers' parameters, and leaves out the gradients of all others.
             torch.autograd.grad(output, tape.first_parameters, call.dout, allow_unused=True)
         else:
             torch.autograd.backward(output, call.dout)  # into the twin, which is forgotten
             reached |= {id(value) for value in parameters.values() if value.grad is not None}
+        if outside:
+            raise UnsupportedLayerError(
+                f"'{call.name}' ({type(call.layer).__name__}) uses parameters, the first of shape {tuple(outside[0].shape)}, that are not its own: "
+                "a function or module held outside of it. It cannot be run again. Fix: make that a submodule, or leave it out with layers=."
+            )
         used = {plan.aliases[name] for name, value in parameters.items() if id(value) in reached}
         refuse_unseen_uses(used - tape.accounted - plan.partly_covered)
         for black_box in tape.black_boxes:
@@ -164,12 +184,12 @@ def _replay(described: _Described, call: LayerCall, visit: Callable[[LayerCall],
         recorder.remove()
 
 
-def _graph_of(output: Tensor) -> tuple[set[int], bool]:
-    """The leaves that a gradient of ``output`` goes to, by identity, and whether only a whole backward pass can go there.
+def _graph_of(output: Tensor) -> tuple[set[int], list[Tensor], bool]:
+    """The leaves that a gradient of ``output`` goes to, those of them that belong to no copy, and whether it takes a whole backward pass.
 
-    That is so for a reentrant checkpoint, whose own graph is not a part of this one.
+    Leaves are told by identity. A reentrant checkpoint takes one: its own graph is not a part of this one.
     """
-    leaves, is_reentrant = set(), False
+    leaves, outside, is_reentrant = set(), list[Tensor](), False
     seen, waiting = set(), [output.grad_fn]
     while waiting:
         node = waiting.pop()
@@ -179,8 +199,10 @@ def _graph_of(output: Tensor) -> tuple[set[int], bool]:
         is_reentrant |= node.name() == "CheckpointFunctionBackward"
         if (leaf := getattr(node, "variable", None)) is not None:
             leaves.add(id(leaf))
+            if isinstance(leaf, nn.Parameter):
+                outside.append(leaf)
         waiting.extend(function for function, _ in node.next_functions)
-    return leaves, is_reentrant
+    return leaves, outside, is_reentrant
 
 
 class _VisitedTape(Tape):

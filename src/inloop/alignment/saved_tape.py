@@ -37,7 +37,9 @@ def _any_call_state(call: AnyCall) -> dict[str, Any]:
         bare = replace(call, layer=nn.Module(), args=(), kwargs={}, dout=call.dout.new_empty(0), fingerprints=())
         call = ReducedCall(bare, per_example_gradients(call))
     rest = {"gradients": dict(call.gradients), "magnitudes": dict(call.magnitudes), "num_positions": call.num_positions}
-    return _call_state(call.call) | {"reduced": rest, "operation": call.rule is BLACK_BOX}
+    operation = call.rule is BLACK_BOX
+    bare = replace(call.call, layer=nn.Module()) if operation else call.call  # nothing of its module is needed any more
+    return _call_state(bare) | {"reduced": rest, "operation": operation}
 
 
 def restore_tape(plan: Plan, state: dict[str, Any]) -> Tape:

@@ -6,7 +6,7 @@ forward and backward once more (``replay.py``). Which modules these are shows in
 """
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +14,14 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from inloop.alignment.batch_size import batch_sizes
+from inloop.alignment.call import tensors_in
 from inloop.alignment.hook import Hook, not_compiled
-from inloop.alignment.plan import LayerFilter, Plan, as_predicate, make_plan
+from inloop.alignment.plan import LayerFilter, Plan, Site, as_predicate, make_plan
+from inloop.alignment.reduced import ReducedCall
 from inloop.alignment.replay import replayed_site
+from inloop.alignment.tape import Tape
+from inloop.alignment.trace import first_length
 from inloop.errors import UsageError
 
 
@@ -24,19 +29,36 @@ class RunAgain:
     """Notes the modules of a model that are called during backward passes, until its hooks are removed."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._names: set[str] = set()
+        self._first_lengths: dict[str, int | None] = {}  # of those that were called so; None if they cannot be segments
         self.handles: list[RemovableHandle] = [
-            module.register_forward_pre_hook(_Note(self, name)) for name, module in model.named_modules()
+            module.register_forward_pre_hook(_Note(self, name), with_kwargs=True)
+            for name, module in model.named_modules()
         ]
         self.remove = weakref.finalize(self, _remove_all, self.handles)
 
-    def note(self, name: str) -> None:
-        self._names.add(name)
+    def note(self, name: str, inputs: Any) -> None:
+        tensors = tensors_in(inputs)
+        given_parameters = any(isinstance(tensor, nn.Parameter) for tensor in tensors)
+        self._first_lengths[name] = None if given_parameters else first_length(inputs)
 
-    @property
-    def segments(self) -> list[str]:
-        """The outermost of them."""
-        return sorted(name for name in self._names if not any(_is_below(name, other) for other in self._names))
+    def segments(self, tape: Tape) -> list[str]:
+        """The outermost of them, but for those that the examples are not on the first axis of, in or around them.
+
+        Args:
+            tape: Of the step in which they were noted, layer by layer.
+        """
+        sizes = set(batch_sizes(tape.calls).values())
+        plain = {
+            call.name: call.batch_axis == 0 and call.example_of_row is None
+            for call in (call.call if isinstance(call, ReducedCall) else call for call in tape.calls)
+        }
+        outermost = [n for n in self._first_lengths if not any(_is_below(n, other) for other in self._first_lengths)]
+        return sorted(
+            name
+            for name in outermost
+            if self._first_lengths[name] in sizes
+            and all(is_plain for layer, is_plain in plain.items() if layer == name or _is_below(layer, name))
+        )
 
 
 class _Note(Hook[RunAgain]):
@@ -45,10 +67,10 @@ class _Note(Hook[RunAgain]):
         self.name = name
 
     @not_compiled
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         owner = self.owner()
         if owner is not None and torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
-            owner.note(self.name)
+            owner.note(self.name, (args, kwargs))
 
 
 def _remove_all(handles: list[RemovableHandle]) -> None:
@@ -59,11 +81,11 @@ def _remove_all(handles: list[RemovableHandle]) -> None:
 def with_segments(
     model: nn.Module, plan: Plan, segments: Iterable[str], layers: LayerFilter | None, batchnorm_affine: bool
 ) -> Plan:
-    """The plan with one replayed site in place of all layers of each segment."""
+    """The plan with one more site for each segment, to be replayed. While it runs, its layers are not recorded; called from elsewhere they are."""
     wanted = as_predicate(model, layers)
-    sites, bare = list(plan.sites), dict(plan.bare)
+    added: list[Site] = []
     for name in segments:
-        if any(_is_below(name, site.name) or site.name == name for site in sites):
+        if any(_is_below(name, site.name) or site.name == name for site in plan.sites):
             continue  # a layer, of which nothing less can be kept, or within a module that is replayed as a whole anyway
         module = model.get_submodule(name)
         prefix = f"{name}." if name else ""
@@ -76,12 +98,11 @@ def with_segments(
         except UsageError:  # nothing in it is recorded
             continue
         site = replayed_site(module, inner)
-        names: Mapping[str, str] = {local: plan.aliases[prefix + local] for local in site.parameter_names}
-        sites = [other for other in sites if other.name != name and not _is_below(other.name, name)]
-        sites.append(replace(site, name=name, parameter_names=names))
-        inside = {plan.aliases[prefix + local] for local in inner.bare}
-        bare = {canonical: value for canonical, value in bare.items() if canonical not in inside}
-    return replace(plan, sites=tuple(sites), bare=bare)
+        of_model = {local: plan.aliases[prefix + local] for local in site.parameter_names}
+        added.append(replace(site, name=name, parameter_names=of_model))
+    names = [site.name for site in added]
+    layers_left = (replace(site, in_segment=any(_is_below(site.name, name) for name in names)) for site in plan.sites)
+    return replace(plan, sites=(*added, *layers_left))
 
 
 def _is_below(name: str, other: str) -> bool:

@@ -25,7 +25,7 @@ from inloop.alignment.reduced import ReducedCall, reduced
 from inloop.alignment.reduced_box import reduced_box
 from inloop.alignment.spare import Spare
 from inloop.alignment.verification import refuse_unseen_uses, verify_calls
-from inloop.errors import UsageError
+from inloop.errors import UnsupportedLayerError, UsageError
 
 Reduction = Literal["mean", "sum"]
 Retention = Literal["exact", "half", "recompute"]
@@ -52,7 +52,9 @@ class _Waiting:
 
     def __init__(self, call: LayerCall) -> None:
         self.call: LayerCall | None = call
+        self.batch = call.batch
         self.written = False
+        self.within_backward = torch._C._current_graph_task_id() != -1
 
 
 class Tape:
@@ -135,17 +137,31 @@ class Tape:
             if waiting.call is None:
                 open_tape.missed_a_pass |= waiting.written and open_tape._is_open
                 return None
-            complete = waiting.call.with_gradient(dout.detach(), output_index, batch_axis)
-            rows = open_tape.part.get(complete.batch)
-            complete = complete if rows is None else complete.only(rows)
+            open_tape._refuse_mixed_batches(waiting)
+            rows = open_tape.part.get(waiting.call.batch)
+            if rows is not None and waiting.call.taken_from is None and batch_axis == 0:
+                waiting.call = waiting.call.only(rows, len(dout))
+            part = dout.detach() if waiting.call.taken_from is None else dout.detach()[rows]
+            complete = waiting.call.with_gradient(part, output_index, batch_axis)
             written = reduced(complete, open_tape._spare, fused=True) if form_gradients else complete
             open_tape.write(written)
             waiting.written = True
-            if open_tape._one_pass or rows is not None:
+            if open_tape._one_pass:
                 waiting.call = None  # its input may be kept in a smaller form now, or not at all
             return written
 
         return write
+
+    def _refuse_mixed_batches(self, written: _Waiting) -> None:
+        """A reentrant checkpoint runs its layers in the backward pass: then it must be the pass of the last micro-batch alone."""
+        if not written.within_backward:
+            return
+        done = {waiting.batch for waiting in self._waiting if waiting.written}
+        if any(waiting.batch != written.batch and waiting.batch not in done for waiting in self._waiting):
+            raise UnsupportedLayerError(
+                "Several micro-batches are differentiated in one backward pass, through a reentrant checkpoint: which of them a layer's call belongs "
+                "to cannot be told. Fix: use_reentrant=False, or call backward for each micro-batch."
+            )
 
     def write(self, call: AnyCall) -> None:
         """A call is complete: the gradient of its output has arrived."""

@@ -7,12 +7,14 @@ shallow copy with its own parameter table, cloned buffers and no hooks, so nothi
 
 from collections import OrderedDict
 from collections.abc import Mapping
+from types import MethodType
 
 from torch import Tensor, nn
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
+_TABLES = frozenset(nn.Module().__dict__)
 _HOOK_TABLES = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
@@ -44,6 +46,11 @@ def make_twin(module: nn.Module, parameters: Mapping[str, Tensor], prefix: str =
     state = twin.__dict__
     state.update(module.__dict__)
     state.pop("_compiled_call_impl", None)  # would run the original
+    for name, value in module.__dict__.items():
+        if isinstance(value, MethodType) and value.__self__ is module:
+            state[name] = MethodType(value.__func__, twin)
+        elif type(value) in (dict, list, set) and name not in _TABLES:
+            state[name] = value.copy()  # what its forward keeps there is not for the original
     for table in _HOOK_TABLES:
         state[table] = OrderedDict()
     state["_forward_pre_hooks"] = reparametrizing_hooks(module)
