@@ -1,7 +1,8 @@
 """Checkpoints are whole or refused, name the one before, and never execute code."""
 
+import hashlib
+import io
 import os
-import pickle
 import random
 import signal
 import subprocess
@@ -9,10 +10,11 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from inloop.checkpoints import Checkpoints, read_checkpoint, write_checkpoint
+from inloop.checkpoints import Checkpoints, read_checkpoint
 from inloop.errors import CheckpointError
 
 
@@ -77,10 +79,28 @@ class Harmful:
 
 def test_loading_executes_no_code(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    write_checkpoint(tmp_path / "bad.pt", {"x": Harmful()})
-    with pytest.raises(pickle.UnpicklingError):
+    buffer = io.BytesIO()
+    torch.save({"x": Harmful()}, buffer)
+    content = buffer.getvalue()
+    header = f"inloop checkpoint 1 {hashlib.sha256(content).hexdigest()}\n".encode()
+    (tmp_path / "bad.pt").write_bytes(header + content)
+    with pytest.raises(CheckpointError, match="might execute code"):
         read_checkpoint(tmp_path / "bad.pt")
     assert not (tmp_path / "harm").exists()
+
+
+@pytest.mark.parametrize("value", [np.float64(0.5), Path("x"), Harmful()])
+def test_what_could_not_be_read_is_not_written(checkpoints, value):
+    with pytest.raises(CheckpointError, match="other than tensors, numbers"):
+        checkpoints.save(50, {"best": value})
+    assert checkpoints.load()[0] == 40
+
+
+def test_a_run_that_has_gone_back(checkpoints):
+    assert checkpoints.load(step=20)[0] == 20
+    checkpoints.save(25, {"step": 25})
+    assert checkpoints.steps() == [20, 25]
+    assert checkpoints.load()[0] == 25
 
 
 SCRIPT = Path(__file__).with_name("killable_run.py")

@@ -7,6 +7,7 @@ numbers, strings and containers only.
 
 import hashlib
 import io
+import pickle
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -57,12 +58,17 @@ class Checkpoints:
     def save(self, step: int, state: Mapping[str, Any]) -> None:
         """Keep ``state`` (the state_dicts of model, optimizer, learner, loader, ...) as of ``step``, and drop the oldest.
 
-        Of several processes the first one writes.
+        If there are some of later steps, the run has gone back, and they are dropped. Of several processes the first one writes.
+
+        Raises:
+            CheckpointError: If something in it could not be read again.
         """
         if rank() != 0:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         write_checkpoint(self.path(step), dict(state))
+        for later in (one for one in self.steps() if one > step):  # of a run that has gone back since
+            self.path(later).unlink(missing_ok=True)
         for old in self.steps()[: -self.keep]:
             self.path(old).unlink(missing_ok=True)
 
@@ -95,6 +101,7 @@ def write_checkpoint(path: Path, state: dict[str, Any]) -> None:
     """Put ``state`` in the place of ``path``, at once."""
     content = io.BytesIO()
     torch.save(state, content)
+    _unpacked(content.getbuffer(), path)  # rather now than when it is needed
     digest = hashlib.sha256(content.getbuffer()).hexdigest()
 
     def write(file: BinaryIO) -> None:
@@ -122,5 +129,16 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     rest = memoryview(content)[header.end() :]
     if hashlib.sha256(rest).hexdigest().encode() != header[2]:
         raise CheckpointError(f"{path} is damaged: its content does not have the digest that it was written with.")
-    state: dict[str, Any] = torch.load(io.BytesIO(rest), weights_only=True)
+    return _unpacked(rest, path)
+
+
+def _unpacked(content: memoryview, path: Path) -> dict[str, Any]:
+    try:
+        state: dict[str, Any] = torch.load(io.BytesIO(content), weights_only=True)
+    except pickle.UnpicklingError as error:
+        reason = str(error).split("\n")[0]
+        raise CheckpointError(
+            f"{path}: the state has something other than tensors, numbers, strings and containers of them, which is not read, as it might execute "
+            f"code ({reason}). Fix: turn it into those (float(x), array.tolist(), str(path))."
+        ) from None
     return state

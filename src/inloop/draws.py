@@ -10,7 +10,7 @@ from torch import Tensor
 from inloop.alignment import Direction
 from inloop.alignment.plan import Plan
 from inloop.alignment.saved_tape import restore_tape, tape_state
-from inloop.distributed import gather_rows, rank, world_size
+from inloop.distributed import gather_rows, is_distributed, rank, world_size
 from inloop.policies import Actions, Policy, map_actions, part_of
 from inloop.rewards import Step
 
@@ -124,6 +124,9 @@ class DrawnStep:
 
     def rewards_of_everyone(self, rewards_N: Tensor) -> Tensor:
         """The rewards of all processes' examples, in the order of the draws' ``paid``, from those of this process's own."""
+        rewards_N = (
+            rewards_N.double() if is_distributed() else rewards_N
+        )  # a process without examples has them in no precision
         parts = torch.split(rewards_N, [draw.paid_counts[rank()] for draw in self.draws])
         return torch.cat([gather_rows(part, draw.paid_counts) for draw, part in zip(self.draws, parts, strict=True)])
 

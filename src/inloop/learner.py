@@ -25,12 +25,12 @@ from inloop.alignment.early import EarlyAlignment
 from inloop.alignment.plan import LayerFilter
 from inloop.alignment.segments import RunAgain
 from inloop.alignment.tape import Reduction, Retention, check_reduction
-from inloop.distributed import begin_alike, is_distributed, is_sharded, unwrapped, world_size
+from inloop.distributed import is_distributed, is_sharded, unwrapped, world_size
 from inloop.draws import Draw, DrawnStep
 from inloop.errors import InloopError, UsageError, VerificationError
-from inloop.policies import Actions, Policy, SelfTaught
+from inloop.policies import Actions, Policy
 from inloop.randomness import default_generator
-from inloop.reinforce import OwnRule, Reinforce
+from inloop.reinforce import make_updater
 from inloop.report import StepReport, describe_collapse, summarise_rewards
 from inloop.rewards import Normalisation, Reference, Reward, Step, as_reward, check_reference, held_out_reference
 from inloop.sampler import Sampler
@@ -137,20 +137,10 @@ class InLoop:
         self.reduction = reduction
         self.part = part
         self.callback = callback
-        self.updater = (
-            OwnRule(policy)
-            if isinstance(policy, SelfTaught)
-            else Reinforce(
-                policy,
-                policy_optimizer or torch.optim.Adam(policy.parameters(), lr=0.1),
-                accumulate,
-                normalisation or self.reward.normalisation,
-            )
-        )
+        self.updater = make_updater(policy, policy_optimizer, accumulate, normalisation or self.reward.normalisation)
         self.num_steps = 0
         self.num_dropped = 0
         self._sampler = Sampler(policy, generator or default_generator("sampling of actions"))
-        begin_alike(self._sampler.generator, policy)
         self._verifier = Verifier(verify)
         self._pending: DrawnStep | None = None
         self._previous: Reference | None = None
@@ -160,7 +150,7 @@ class InLoop:
         self._closed = False
         # Whether every step had one backward pass (None: not known yet). Then much can be let go of in passing, if the gradients that
         # it leaves are final: with other processes they may still have to be averaged.
-        self._one_pass: bool | None = False if is_distributed() else None
+        self._one_pass: bool | None = None
         self._make_recorder = partial(
             make_recorder,
             model,
@@ -288,7 +278,7 @@ class InLoop:
         num_examples = sum(draw.num_examples for draw in draws)
         current = DrawnStep(Step(num_examples, tape, None if losses_N is None else losses_N.detach()), draws, scale)
         verifies = self._verifier.wants(tape) or (tape is not None and self._has_untried_segments())
-        agreed = agree(loss, norm, verifies, self.num_steps, self.policy)
+        agreed = agree(loss, norm, verifies, self.num_steps, self._sampler.shared(draws))
         self.num_steps += 1
         lag = max(self.updater.version - draw.version for draw in draws)
         problem = what_is_not_finite(agreed.loss, gradients, agreed.norm)
@@ -357,6 +347,8 @@ class InLoop:
     def _begin_step(self, used: Sequence[Draw] = ()) -> None:
         """Record from here on; draws that were not used yet wait for their batch."""
         self._sampler.forget(used)
+        if self._one_pass is not False and (is_distributed() or any(map(is_sharded, self.model.parameters()))):
+            self._one_pass = False
         if self._pending is not None and self._pending.step.tape is not None:
             self._pending.step.tape.own_parameters()
         if self.reward.needs_tape:

@@ -58,6 +58,9 @@ class Records:
         self.every = every
         if rank() == 0:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            if self.path.exists() and not self.path.read_bytes().endswith(b"\n"):
+                with self.path.open("a") as file:  # a line was cut off, when the run was killed
+                    file.write("\n")
 
     def __call__(self, report: StepReport) -> None:
         if rank() != 0 or report.step % self.every:

@@ -112,7 +112,9 @@ class OwnRule:
     def add(self, rewards_N: Tensor, draws: Sequence[Draw]) -> bool:
         """Take in one step's rewards, of all processes, in the order of its draws; returns whether the policy was updated."""
         with torch.no_grad():
-            updated = self.policy.learn(concatenate([draw.paid for draw in draws]), rewards_N.detach().cpu())
+            probabilities_N = torch.cat([draw.policy.log_prob(draw.paid).exp() for draw in draws])
+            actions = concatenate([draw.paid for draw in draws])
+            updated = self.policy.learn(actions, rewards_N.detach().cpu(), probabilities_N)
         self.version += updated
         return updated
 
@@ -121,6 +123,19 @@ class OwnRule:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.version = state["version"]
+
+
+def make_updater(
+    policy: Policy, optimizer: torch.optim.Optimizer | None, accumulate: int, normalisation: Normalisation
+) -> Reinforce | OwnRule:
+    """What lets this policy learn: its own rule, if it has one, else REINFORCE, by default with ``Adam(lr=0.1)``."""
+    if isinstance(policy, SelfTaught):
+        return OwnRule(policy)
+    if not trainable(policy):
+        raise UsageError(
+            f"The policy, a {type(policy).__name__}, has no parameters to learn. Fix: give one that has, or a baseline by itself."
+        )
+    return Reinforce(policy, optimizer or torch.optim.Adam(policy.parameters(), lr=0.1), accumulate, normalisation)
 
 
 def normalise(rewards_N: Tensor) -> Tensor:

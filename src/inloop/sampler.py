@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
-from inloop.distributed import gather_counts, gather_rows
+from inloop.alignment.call import tensors_in
+from inloop.distributed import begin_alike, gather_counts, gather_rows, world_size
 from inloop.draws import Draw
 from inloop.errors import UsageError
 from inloop.policies import Actions, Policy, count_actions, map_actions, same_actions
@@ -23,15 +25,29 @@ class Sampler:
         self.generator = generator
         self.waiting: list[Draw] = []
         self._copy: Policy | None = None
+        self._num_processes = 1  # that draw together
         self._version = -1
 
     def draw(self, n: int, version: int, plain: bool) -> Draw:
         """For ``n`` examples of this process; all processes draw together, for the examples of all of them."""
+        self._join_others()
         source = self.policy.neutral if plain else self.policy.sample
         counts = gather_counts(n)
         with torch.no_grad():
             everyone = source(sum(counts), self.generator)
         return Draw(everyone, counts, self._copy_of(version), version, plain)
+
+    def shared(self, draws: Sequence[Draw]) -> list[Tensor]:
+        """What must be the same in all processes."""
+        chosen = tensors_in([draw.everyone for draw in draws])
+        return [self.generator.get_state(), *self.policy.state_dict().values(), *chosen]
+
+    def _join_others(self) -> None:
+        """Before drawing together for the first time: with the random state, and the policy, of the first process."""
+        if self._num_processes != world_size():
+            self._num_processes = world_size()
+            begin_alike(self.generator, self.policy)
+            self._copy = None
 
     def choose_rewarded(self, draw: Draw, part: float) -> Draw:
         """The draw with a random part of its examples to be paid: at least one, the same whatever the number of processes."""
@@ -50,9 +66,17 @@ class Sampler:
                     "pass step(loss, actions=...)."
                 )
             return list(self.waiting)
-        known = next((draw for draw in self.waiting if same_actions(draw.actions, actions)), None)
-        if known is not None:
-            return [known]
+        self._join_others()
+        fits = [place for place, draw in enumerate(self.waiting) if same_actions(draw.actions, actions)]
+        place = next((place for place in fits if self.waiting[place].actions is actions), *fits[:1] or [-1])
+        places = gather_counts(place + 1)
+        if len(set(places)) > 1:
+            raise UsageError(
+                "The actions that learner.step was given are those of different draws in different processes. Fix: train on batches in the order "
+                "in which they were sampled, in all processes, and call learner.step(loss) without actions."
+            )
+        if place >= 0:
+            return [self.waiting[place]]
         with torch.no_grad():
             self.policy.log_prob(actions)  # refuses what is no action of this policy
         counts = gather_counts(count_actions(actions))

@@ -1,5 +1,6 @@
 """What must hold of a training step before it can be paid or pay for another."""
 
+import hashlib
 import logging
 import math
 from collections import Counter
@@ -15,7 +16,7 @@ from torch.nn.utils import get_total_norm
 
 from inloop.alignment import Direction, Tape
 from inloop.alignment.batch_size import Structure, batch_sizes, structure_of
-from inloop.distributed import gather_numbers, is_distributed, own_part, whole
+from inloop.distributed import gather_numbers, is_distributed, is_sharded, own_part, whole
 from inloop.draws import Draw
 from inloop.errors import BatchSizeError, UsageError
 
@@ -62,7 +63,9 @@ def _warn_once(text: str) -> None:
 
 def gradient_norm(gradients: Direction) -> float:
     """‖g‖ over all parameters: one pass that shows gradients that are gone (zero) or broken (not finite)."""
-    return float(whole(get_total_norm([_values(gradient) for gradient in gradients.values() if gradient is not None])))
+    present = [_values(gradient) for gradient in gradients.values() if gradient is not None]
+    groups = [g for g in present if is_sharded(g)], [g for g in present if not is_sharded(g)]
+    return math.hypot(*(float(whole(get_total_norm(group))) for group in groups if group))
 
 
 def is_cleared(gradients: Direction) -> bool:
@@ -108,6 +111,14 @@ def refuse_other_batch_sizes(tape: Tape, draws: Sequence[Draw]) -> None:
             "actions that were sampled ahead, say which are used: learner.step(loss, actions=...); after a batch that was given "
             "up, call learner.skip()."
         )
+
+
+def _mark(tensors: Sequence[Tensor]) -> float:
+    """A number that differs if any of the tensors does; a float64 holds it exactly."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return float(int.from_bytes(digest.digest()[:6], "little"))
 
 
 def refuse_other_losses(losses_N: Tensor | None, draws: Sequence[Draw]) -> None:
@@ -194,21 +205,23 @@ class Agreement:
     verifies: bool
 
 
-def agree(loss: float, norm: float, verifies: bool, num_steps: int, policy: nn.Module) -> Agreement:
+def agree(loss: float, norm: float, verifies: bool, num_steps: int, shared: Sequence[Tensor]) -> Agreement:
     """Let all processes know of each other's loss, gradient and wish to verify.
 
+    Args:
+        shared: What must be equal in all of them: the policy, the random state, the draws.
+
     Raises:
-        UsageError: If they are at different steps, or have different policies.
+        UsageError: If they are at different steps, or something of that differs.
     """
     if not is_distributed():
         return Agreement(loss, norm, verifies)
-    with torch.no_grad():
-        mark = sum((float(value.double().sum()) for value in policy.parameters()), start=0.0)
-    told = gather_numbers(loss, norm, verifies, num_steps, mark)
+    told = gather_numbers(loss, norm, verifies, num_steps, _mark(shared))
     if not bool((told[:, 3:] == told[0, 3:]).all()):
         raise UsageError(
-            f"The processes' learners are not at one: they have done {[int(n) for n in told[:, 3].tolist()]} steps, and the sums of their "
-            f"policies' parameters are {told[:, 4].tolist()}. Fix: call sample, step, skip and load_state_dict in all of them alike."
+            f"The processes' learners are not at one: they have done {[int(n) for n in told[:, 3].tolist()]} steps, and their policies, random "
+            f"states and draws are {'' if bool((told[:, 4] == told[0, 4]).all()) else 'not '}the same. Fix: call sample, step, skip and "
+            "load_state_dict in all of them alike."
         )
     return Agreement(float(told[:, 0].mean()), float(told[:, 1].max()), bool(told[:, 2].any()))
 

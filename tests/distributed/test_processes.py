@@ -18,6 +18,7 @@ import inloop
 from inloop import distributed
 from inloop.alignment import direction
 from inloop.errors import LostProcessError, UnsupportedLayerError, UsageError, VerificationError
+from inloop.rewards import GradientAlignment
 from tests.distributed.processes import run
 from tests.distributed.training import Convolutional, Options, Run, Transformer
 
@@ -367,3 +368,113 @@ def black_box_in_parts():
 
 def test_a_black_box_sharded_in_parts_is_refused_by_name():
     assert run(2, black_box_in_parts) == [True, True]
+
+
+class Transposed(nn.Module):
+    """Examples are second in the middle."""
+
+    def __init__(self, sorts=False):
+        super().__init__()
+        self.a, self.b, self.sorts = nn.Linear(3, 5), nn.Linear(5, 2), sorts
+
+    def forward(self, x):
+        if self.sorts:
+            x = x[x.sum(dim=(1, 2)).argsort()]
+        return self.b(torch.tanh(self.a(x.transpose(0, 1)))).transpose(0, 1).mean(dim=1)
+
+
+def rewards_with_examples_second(wrapper, positions):
+    torch.manual_seed(0)
+    model = Transposed().double()
+    if wrapper == "fsdp":
+        fully_shard(model.a)
+        fully_shard(model)
+    wrapped = DistributedDataParallel(model) if wrapper == "ddp" else model
+    learner = inloop.InLoop(wrapped, inloop.MixturePolicy(3), dry_run=True)
+    rewards = []
+    add = learner.reward
+    learner.reward = Seen(rewards, add)
+    data = torch.randn(3, 8, positions, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for x in data:
+        learner.sample(4)
+        wrapped(x[4 * dist.get_rank() :][:4]).square().mean().backward()
+        learner.step(1.0)
+        model.zero_grad()
+    return [part.tolist() for part in rewards]
+
+
+class Seen(GradientAlignment):
+    def __init__(self, rewards, inner):
+        self.rewards, self.inner = rewards, inner
+
+    def __call__(self, step, reference):
+        self.rewards.append(self.inner(step, reference))
+        return self.rewards[-1]
+
+
+@pytest.mark.parametrize("positions", [4, 5])
+def test_where_the_examples_are_is_found_out_in_sharded_models_too(positions):
+    expected = run(2, rewards_with_examples_second, "ddp", positions)
+    for here, there in zip(run(2, rewards_with_examples_second, "fsdp", positions), expected, strict=True):
+        torch.testing.assert_close(torch.tensor(here), torch.tensor(there), rtol=1e-9, atol=1e-12)
+
+
+def sorts_its_examples():
+    model = Transposed(sorts=True)
+    fully_shard(model)
+    learner = inloop.InLoop(model, inloop.MixturePolicy(3))
+    learner.sample(4)
+    with pytest.raises(UnsupportedLayerError, match="do not move along"):
+        model(torch.randn(4, 6, 3))
+    return True
+
+
+def test_a_sharded_model_that_sorts_its_examples_is_refused():
+    assert run(2, sorts_its_examples) == [True, True]
+
+
+def one_process_sharded():
+    return Run(Options(Transformer, "fsdp", clip=False)).train(6).record()["probabilities"]
+
+
+def test_a_sharded_model_in_one_process():
+    (result,) = run(1, one_process_sharded)
+    torch.testing.assert_close(
+        torch.tensor(result),
+        torch.stack(Run(Options(Transformer, clip=False)).train(6).probabilities),
+        rtol=1e-6,
+        atol=1e-9,
+    )
+
+
+def one_has_no_examples(wrapper):
+    run = Run(Options(Convolutional, wrapper, clip=False))
+    mine = 12 if dist.get_rank() == 0 else 0
+    for _ in range(4):
+        x, y = run.mixture.draw(run.learner.sample(mine))
+        loss = F.cross_entropy(run.wrapped(x), y, reduction="sum") * 2 / 12
+        loss.backward()
+        report = run.learner.step(loss)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    return report.reward_mean
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+def test_a_process_without_examples(wrapper):
+    first, second = run(2, one_has_no_examples, wrapper)
+    assert first == second
+
+
+def the_sum_stays():
+    run = Run(Options(Convolutional, "ddp")).train(2)
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            run.learner.policy.scores += torch.tensor([1.0, -1.0, 0.0])
+    with pytest.raises(UsageError, match="not at one"):
+        run.train(1)
+    return True
+
+
+def test_policies_are_compared_as_a_whole():
+    assert run(2, the_sum_stays) == [True, True]

@@ -77,11 +77,8 @@ def test_the_same_as_the_plain_loop_with_clipping_and_validation(tmp_path):
 @pytest.mark.parametrize("interleave", [False, True])
 def test_accumulation(tmp_path, interleave):
     record = []
-    fit(tmp_path, 12, record, accumulate_grad_batches=2, loader={}, interleave=interleave)
-    # An epoch has 7 batches: its last step has one.
-    assert len(record) == 12
-    if not interleave:
-        assert record[-1][0][0] < record[0][0][0]
+    with pytest.raises(UsageError, match="no multiple of the 2 batches"):
+        fit(tmp_path, 12, record, accumulate_grad_batches=2, interleave=interleave)
 
 
 def test_accumulation_is_the_same_as_the_plain_loop(tmp_path):
@@ -112,6 +109,72 @@ def test_a_run_continues_from_a_checkpoint(tmp_path):
     saved = next((tmp_path / "b").glob("*step=9.ckpt"))
     fit(tmp_path / "b", 20, second, checkpoint=saved, callbacks=[pl.callbacks.ModelCheckpoint(tmp_path / "b", **save)])
     assert_same(first + second, whole)
+
+
+def test_it_may_save_within_a_step_and_begin_again(tmp_path):
+    class Saves(pl.Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            if batch_idx % 2 == 0:
+                states.append(trainer.callbacks[0].state_dict())
+
+    states, record = [], []
+    data = MixtureDataModule(make_mixture(), 16, batches_per_epoch=8)
+    callback = InLoopCallback(data, on_report=record.append, **make_options())
+    for steps in (6, 12):
+        trainer = pl.Trainer(
+            callbacks=[callback, Saves()],
+            max_steps=steps,
+            accumulate_grad_batches=2,
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(Module(), data)
+    assert [report.step for report in record] == list(range(1, 19))
+    assert [state["loader"]["num_yielded"] for state in states[:3]] == [0, 2, 4]
+
+
+class Unusual(Module):
+    """Asks for the number of steps before there is a loader, skips batches, and fails once."""
+
+    fails_at = None
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == self.fails_at:
+            raise RuntimeError("as planned")
+        return None if batch_idx % 3 == 1 else super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self):
+        assert self.trainer.estimated_stepping_batches == 9
+        return super().configure_optimizers()
+
+
+def test_batches_that_are_skipped_and_a_fit_that_fails(tmp_path):
+    record = []
+    data = MixtureDataModule(make_mixture(), 16, batches_per_epoch=9)
+    callback = InLoopCallback(data, on_report=record.append)
+
+    def fit_once(module):
+        pl.Trainer(
+            callbacks=[callback],
+            max_epochs=1,
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        ).fit(module, data)
+
+    failing = Unusual()
+    failing.fails_at = 4
+    with pytest.raises(RuntimeError, match="as planned"):
+        fit_once(failing)
+    assert not any(part._forward_hooks for part in failing.modules())
+    before = len(record)
+    fit_once(Unusual())
+    assert len(record) - before == 6
 
 
 def test_workers_and_no_sampler_of_lightnings_own(tmp_path):

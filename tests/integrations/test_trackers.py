@@ -66,3 +66,4 @@ def test_lines_of_a_run_that_was_killed_and_continued(tmp_path):
     records = read_records(tmp_path / "run.jsonl")
     assert [record["step"] for record in records] == [1, 2, 3, 4]
     assert records[2]["lag"] == 7.0
+    assert len(train(tmp_path / "run.jsonl", steps=1)) == 4  # and none is lost to the line that was cut off

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import inloop
-from inloop.errors import UsageError
+from inloop.errors import CheckpointError, UsageError
 from tests.integrations.plain_loop import CLIP, assert_same, make_mixture, make_net, make_options, train_plainly
 
 transformers = pytest.importorskip("transformers")
@@ -86,6 +86,28 @@ def test_a_run_continues_from_a_checkpoint(tmp_path):
     make_trainer(tmp_path / "b", second, 20, save_strategy="steps", save_steps=6).train(resume_from_checkpoint=True)
     assert json.loads((tmp_path / "b" / "checkpoint-18" / "trainer_state.json").read_text())["global_step"] == 18
     assert_same(first + second, whole)
+
+
+def test_training_twice_goes_on(tmp_path):
+    record = []
+    trainer = make_trainer(tmp_path, record, 4)
+    trainer.train()
+    trainer.train()
+    assert trainer.learner.num_steps == 8
+    assert not any(part._forward_hooks for part in trainer.model.modules())
+
+
+def test_a_checkpoint_without_the_learners_state_is_refused(tmp_path):
+    make_trainer(tmp_path, [], 6, save_strategy="steps", save_steps=3).train()
+    (tmp_path / "checkpoint-3" / "inloop.pt").unlink()
+    with pytest.raises(CheckpointError, match="inloop.pt cannot be read"):
+        make_trainer(tmp_path, [], 9).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+
+
+def test_an_epoch_is_a_multiple_of_a_step(tmp_path):
+    trainer = make_trainer(tmp_path, [], 4, gradient_accumulation_steps=3)
+    with pytest.raises(UsageError, match="no multiple of the 3 batches"):
+        trainer.train()
 
 
 def test_workers(tmp_path):

@@ -27,22 +27,22 @@ def test_shares_that_are_none(shares):
 
 def test_loss_mixture_is_a_softmax_of_running_means():
     policy = LossMixture(3, temperature=2.0, smoothing=0.5)
-    policy.learn(torch.tensor([0, 0, 1]), torch.tensor([1.0, 3.0, 4.0]))
+    policy.learn(torch.tensor([0, 0, 1]), torch.tensor([1.0, 3.0, 4.0]), torch.full((3,), 1 / 3))
     # The third was not seen: it gets the mean of the others.
     torch.testing.assert_close(policy.probabilities(), (torch.tensor([2.0, 4.0, 3.0]).double() / 2).softmax(0))
-    policy.learn(torch.tensor([0, 2]), torch.tensor([0.0, 7.0]))
+    policy.learn(torch.tensor([0, 2]), torch.tensor([0.0, 7.0]), torch.full((2,), 1 / 3))
     torch.testing.assert_close(policy.probabilities(), (torch.tensor([1.0, 4.0, 7.0]).double() / 2).softmax(0))
 
 
 def test_online_data_mixing_follows_its_equations():
     policy = OnlineDataMixing(2, smoothing=0.9)
-    policy.learn(torch.tensor([0, 0, 1, 0]), torch.tensor([1.0, 2.0, 6.0, 3.0]))
+    policy.learn(torch.tensor([0, 0, 1, 0]), torch.tensor([1.0, 2.0, 6.0, 3.0]), torch.full((4,), 0.5))
     returns = 0.1 * torch.tensor([6.0 / (4 * 0.5), 6.0 / (4 * 0.5)]).double()
     torch.testing.assert_close(policy.returns_K, returns)
     assert policy.probabilities().tolist() == [0.5, 0.5]
     for _ in range(400):
         actions = policy.sample(64)
-        policy.learn(actions, torch.where(actions == 1, 2.0, 1.0))
+        policy.learn(actions, torch.where(actions == 1, 2.0, 1.0), policy.probabilities()[actions])
     t = 401
     exploration = (torch.tensor(2.0).log() / (2 * t)).sqrt()
     before = (torch.tensor(2.0).log() / (2 * (t - 1))).sqrt()
@@ -59,7 +59,9 @@ def test_estimates_are_unbiased_for_a_lopsided_mixture():
     for seed in range(300):
         tried = copy.deepcopy(policy)
         actions = tried.sample(32, torch.Generator().manual_seed(seed))
-        tried.learn(actions, torch.where(actions == 1, 5.0, 2.0))
+        drawn_with = tried.probabilities()[actions]
+        tried.shares_K = torch.tensor([0.2, 0.8], dtype=torch.float64)  # it has moved on since
+        tried.learn(actions, torch.where(actions == 1, 5.0, 2.0), drawn_with)
         means.append(tried.returns_K)
     torch.testing.assert_close(torch.stack(means).mean(0), torch.tensor([2.0, 5.0]).double(), rtol=0.1, atol=0)
 
@@ -115,6 +117,15 @@ def test_baselines_continue_from_their_state():
     again.load_state_dict(state)
     assert torch.equal(policy.probabilities(), whole.policy.probabilities())
     assert again.updater.version == whole.updater.version
+
+
+def test_baselines_in_a_product():
+    for baseline in (OnlineDataMixing(3), LossMixture(3)):
+        with pytest.raises(UsageError, match="learns by a rule of its own"):
+            inloop.Product({"source": baseline, "operation": inloop.Categorical(2)})
+    inloop.Product({"source": FixedMixture.uniform(3), "operation": inloop.Categorical(2)})
+    with pytest.raises(UsageError, match="has no parameters to learn"):
+        inloop.InLoop(nn.Linear(1, 1), inloop.Product({"source": FixedMixture.uniform(3)}))
 
 
 def test_losses_that_are_missing_or_of_another_number():

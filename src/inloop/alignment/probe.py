@@ -2,7 +2,7 @@
 
 Most models keep examples on the first axis. Some put them second, or fold them with positions into one axis; shapes alone cannot tell
 [T, N] from [N, T] where T = N, and nothing in a gradient can tell whose a row is. So once for a model, forward passes in evaluation
-mode are done on copies of it, which share nothing with it: twice as given, and with the examples moved on by one. Parameters are
+mode are done on copies of it, which share nothing with it (a sharded model has none, and is run itself): twice as given, and with the examples moved on by one. Parameters are
 disturbed a little, so that a layer that starts at zero has an output, too. Under the right layout what belongs to an example has moved
 to the next. An output that is the same each time, but does not move along under any layout, belongs to no examples, or to them in
 another order, and is refused. Where nothing can be found out (the model cannot be copied, or is random in evaluation mode),
@@ -29,6 +29,7 @@ from inloop.alignment.plan import Plan
 from inloop.alignment.trace import Use, first_length
 from inloop.alignment.twin import remove_hooks
 from inloop.alignment.watch import Watch
+from inloop.distributed import gather_counts, is_sharded
 from inloop.errors import UnsupportedLayerError
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -50,22 +51,25 @@ def layouts_of(model: nn.Module, plan: Plan, inputs: Inputs) -> Layouts:
     options = tuple(leaf for leaf in tree_leaves(inputs) if isinstance(leaf, bool | int | str))
     kind = tuple(site.name for site in plan.sites), tuple(tensor.dim() for tensor in tensors), options
     known = _KNOWN.setdefault(model, {})
-    if num_examples < 2:  # nothing can move
-        return known.get(kind, {})
-    if kind not in known:
-        known[kind] = _try(model, plan, inputs, num_examples)
+    if kind in known:
+        return known[kind]
+    sharded = any(is_sharded(parameter) for parameter in model.parameters())
+    if min(gather_counts(num_examples) if sharded else (num_examples,)) < 2:  # nothing can move
+        return {}
+    known[kind] = _try(model, plan, inputs, num_examples, sharded)
     return known[kind]
 
 
-def _try(model: nn.Module, plan: Plan, inputs: Inputs, num_examples: int) -> Layouts:
+def _try(model: nn.Module, plan: Plan, inputs: Inputs, num_examples: int, sharded: bool = False) -> Layouts:
     if hasattr(model, "_orig_mod"):  # compiled: a copy would be compiled, too
         return {}
     try:
         with _nothing_outside_moves(model):
-            sample = _disturbed(model)
-            before, again = (_outputs(sample, plan, _copied(inputs), seed) for seed in range(2))
+            # No process has a whole sharded model, so that is tried itself, by all of them together.
+            sample, outputs = (model, _outputs_in_place) if sharded else (_disturbed(model), _outputs)
+            before, again = (outputs(sample, plan, _copied(inputs), seed) for seed in range(2))
             moved = [
-                _outputs(sample, plan, _moved(_copied(inputs), num_examples, squares), 0) for squares in (True, False)
+                outputs(sample, plan, _moved(_copied(inputs), num_examples, squares), 0) for squares in (True, False)
             ]
     except (
         Exception
@@ -199,33 +203,56 @@ def _outputs(sample: nn.Module, plan: Plan, inputs: Inputs, seed: int) -> _Seen:
     return seen
 
 
+def _outputs_in_place(model: nn.Module, plan: Plan, inputs: Inputs, seed: int) -> _Seen:
+    """The outputs of every recorded module of the model itself, in evaluation mode, without gradients."""
+    seen: _Seen = {}
+    modes = [(module, module.training) for module in model.modules()]
+    handles = [
+        site.module.register_forward_hook(_keep(seen, site.name, None), prepend=True)
+        for site in plan.sites
+        if site.trainable()
+    ]
+    torch.manual_seed(seed)
+    try:
+        for module, _ in modes:
+            module.training = False
+        with torch.no_grad():
+            model(*inputs[0], **inputs[1])
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for handle in handles:
+            handle.remove()
+    return seen
+
+
 def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _keep(seen: _Seen, name: str, watch: Watch) -> Callable[[nn.Module, Any, Any], None]:
+def _keep(seen: _Seen, name: str, watch: Watch | None) -> Callable[[nn.Module, Any, Any], None]:
     def keep(module: nn.Module, args: Any, output: Any) -> None:
-        if watch.follows_operations:
+        if watch is not None and watch.follows_operations:
             return
         packed = any(isinstance(part, PackedSequence) for part in (output if isinstance(output, tuple) else ()))
         for index, out in enumerate(tensors_in(output)):
             # Without gradients it may be a reentrant checkpoint, which will be run again with them.
             if (out.requires_grad or not torch.is_grad_enabled()) and not (packed and index == 0):
-                _keep_output(seen, (name, index), out)
+                _keep_output(seen, (name, index), out, out.requires_grad or watch is None)
 
     return keep
 
 
 def _keep_use(seen: _Seen, use: Use, key: tuple[str, int]) -> None:
-    _keep_output(seen, key, use.out)
+    _keep_output(seen, key, use.out, True)
 
 
-def _keep_output(seen: _Seen, key: tuple[str, int], out: Tensor) -> None:
+def _keep_output(seen: _Seen, key: tuple[str, int], out: Tensor, has_gradient: bool) -> None:
     real = torch.view_as_real(out.detach().resolve_conj()) if out.is_complex() else out.detach()
     sums = {axis: _sums(real, axis) for axis in (0, 1) if out.dim() > axis}
     largest = max((float(values[:, 1].max()) for values in sums.values() if len(values)), default=0.0)
     rounding = 300 * torch.finfo(real.dtype).eps * largest + 1e-30
-    seen.setdefault(key, []).append((out.shape, rounding, sums, out.requires_grad))
+    seen.setdefault(key, []).append((out.shape, rounding, sums, has_gradient))
 
 
 def _sums(out: Tensor, axis: int) -> Tensor:

@@ -89,7 +89,7 @@ class ReducedCall:
             along = along.detach().to(gradient.dtype).flatten()
             if self.absolute:
                 gradient, along = full.magnitudes.get(name, gradient).abs(), along.abs()
-            total += gradient.reshape(len(gradient), -1) @ along
+            total += gradient.reshape(len(gradient), along.numel()) @ along
         return total
 
     def in_half(self, halves: Halves) -> "ReducedCall":

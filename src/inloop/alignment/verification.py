@@ -13,10 +13,10 @@ from torch import Tensor
 from inloop.alignment.batch_size import AnyCall
 from inloop.alignment.call import LayerCall
 from inloop.alignment.direction import in_parts
-from inloop.distributed import sum_over_processes, whole, world_size
+from inloop.distributed import gather_numbers, sum_over_processes, whole, world_size
 from inloop.errors import VerificationError
 
-# Of the sum of |c_i|: far above rounding, far below any real omission.
+# Of the sum of |c_i|, by the coarsest precision that took part: far above rounding, far below any real omission.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
@@ -48,8 +48,10 @@ def verify_calls(
 
         _visit(calls, add)
     sums = _mean_over_processes(sums)
+    coarsest = float(gather_numbers(max((_TOLERANCE[_precision(call)] for call in calls), default=0.0)).max())
     for name, (total, magnitude) in sorted(sums.items()):
-        norm, tolerance = norms[name], _tolerance(calls, gradients[name])
+        gradient = gradients[name]
+        norm, tolerance = norms[name], max(coarsest, 0.0 if gradient is None else _TOLERANCE[gradient.dtype])
         if not abs(total - norm) <= tolerance * max(magnitude, norm):
             # A gradient that cancels within each example (a key's bias in attention) is nothing but rounding errors.
             if norm > 0 and abs(total - norm) <= tolerance * _magnitude(calls, name, gradients[name], norm):
@@ -107,12 +109,6 @@ def _visit(calls: Sequence[AnyCall], visit: Callable[[AnyCall], None]) -> None:
             call.rule.visit_layers(call, visit)
         else:
             visit(call)
-
-
-def _tolerance(calls: Sequence[AnyCall], gradient: Tensor | None) -> float:
-    """That of the coarsest precision that took part."""
-    dtypes = {_precision(call) for call in calls} | ({gradient.dtype} if gradient is not None else set())
-    return max((_TOLERANCE[dtype] for dtype in dtypes), default=0.0)
 
 
 def _precision(call: AnyCall) -> torch.dtype:

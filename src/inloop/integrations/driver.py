@@ -1,13 +1,14 @@
 """What the adapters of all trainers do: make the learner when the model is ready, announce batches, pay steps, keep the state."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
+from inloop.distributed import world_size
 from inloop.errors import UsageError
 from inloop.learner import InLoop
 from inloop.mixture import Mixture
-from inloop.mixture.epochs import EpochLoader
 from inloop.mixture.loader import MixtureLoader
 from inloop.mixture.sources import IndexedSource
 from inloop.policies import MixturePolicy, Policy
@@ -19,7 +20,7 @@ class Driver:
 
     Args:
         batch_size: Examples in each (micro-)batch of this process.
-        batches_per_epoch: By default as many as one pass over all sources has.
+        batches_per_epoch: By default as many as one pass over all sources has, over all processes.
         learner_options: For :class:`inloop.InLoop`.
         loader_options: For :class:`inloop.mixture.loader.MixtureLoader`.
     """
@@ -33,30 +34,56 @@ class Driver:
         learner_options: dict[str, Any],
         loader_options: dict[str, Any],
     ) -> None:
+        if batches_per_epoch is not None and batches_per_epoch < 1:
+            raise UsageError(f"batches_per_epoch={batches_per_epoch}: allowed are whole numbers from 1.")
         self.mixture = mixture
         self.policy = policy or MixturePolicy(len(mixture.sources))
         self.batch_size = batch_size
-        self.batches_per_epoch = batches_per_epoch or _batches_in_a_pass(mixture, batch_size)
         self.learner_options, self.loader_options = learner_options, loader_options
         self.learner: InLoop | None = None
         self.report: StepReport | None = None
+        self._batches_per_epoch = batches_per_epoch
         self._loader: MixtureLoader | None = None
         self._state: dict[str, Any] | None = None
-        self._loss = 0.0
+        self._is_attached = False
+        self._losses: list[float] = []
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """A multiple of the batches of a step, so that no step has fewer."""
+        each = int(self.loader_options.get("micro_batches", 1))
+        if self._batches_per_epoch is not None:
+            if self._batches_per_epoch % each:
+                raise UsageError(
+                    f"batches_per_epoch={self._batches_per_epoch} is no multiple of the {each} batches that are accumulated for a step; the last "
+                    "step of an epoch would have fewer. Fix: give a multiple."
+                )
+            return self._batches_per_epoch
+        if not all(isinstance(source, IndexedSource) for source in self.mixture.sources):
+            raise UsageError(
+                "A source is a stream, which has no length. Fix: say how many batches an epoch has, batches_per_epoch=."
+            )
+        total = sum(source.size or 0 for source in self.mixture.sources)
+        return max(1, total // (self.batch_size * world_size() * each)) * each
 
     def attach(self, model: nn.Module) -> None:
-        """The model is ready, in whatever wrapper. Does nothing the second time."""
-        if self.learner is not None:
+        """The model is ready, in whatever wrapper. Does nothing while it is attached already."""
+        if self._is_attached:
             return
         self.learner = InLoop(model, self.policy, **self.learner_options)
         self._loader = self.mixture.loader(self.learner, self.batch_size, **self.loader_options)
+        self._is_attached, self._losses = True, []
         if self._state is not None:
-            self.learner.load_state_dict(self._state["learner"])
-            self._loader.load_state_dict(self._state["loader"])
-            self._state = None
+            self.load_state_dict(self._state)
 
-    def loader(self) -> EpochLoader:
-        return EpochLoader(self._attached()[1], self.batches_per_epoch)
+    def loader(self) -> "EpochLoader":
+        """It may be asked for before the model is ready, and iterated after."""
+        return EpochLoader(self)
+
+    def batches(self) -> Iterator[Any]:
+        """Of one epoch."""
+        for _, batch in zip(range(self.batches_per_epoch), self._attached()[1].batches(), strict=False):
+            yield batch
 
     def begin_batch(self) -> None:
         """Call it before each (micro-)batch is trained on."""
@@ -64,40 +91,61 @@ class Driver:
 
     def add_loss(self, loss: Tensor) -> None:
         """Of a micro-batch, as it is back-propagated; those of a step are added up."""
-        self._loss += float(loss.detach())
+        self._losses.append(float(loss.detach()))
 
     def end_step(self, scaler: Any = None) -> None:
-        """Call it after the last backward pass of a step, before gradients are clipped."""
-        loss, self._loss = self._loss, 0.0
-        self.report = self._attached()[0].step(loss, scaler=scaler)
+        """Call it after the last backward pass of a step, before gradients are clipped. Without any backward pass the batch is forgotten."""
+        losses, self._losses = self._losses, []
+        learner, _ = self._attached()
+        if losses:
+            self.report = learner.step(sum(losses), scaler=scaler)
+        else:
+            learner.skip()
 
     def state_dict(self) -> dict[str, Any]:
+        """At any time: the micro-batches of a step that is not over are used again."""
         learner, loader = self._attached()
-        return {"learner": learner.state_dict(), "loader": loader.state_dict()}
+        saved = loader.state_dict(within_step=True)
+        return {"learner": learner.state_dict() | {"draws": []}, "loader": saved}
+
+    def last_state(self) -> dict[str, Any] | None:
+        """That of now, or of when it was closed; None if it was never attached."""
+        return self.state_dict() if self._is_attached else self._state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``, now or when the model is ready."""
         self._state = state
-        if self.learner is not None:
+        if self._is_attached:
             learner, loader = self._attached()
             learner.load_state_dict(state["learner"])
             loader.load_state_dict(state["loader"])
             self._state = None
 
     def close(self) -> None:
-        """Take the learner off the model; the policy stays as it is."""
-        if self.learner is not None:
-            self.learner.close()
+        """Take the learner off the model; the next that is attached goes on from here."""
+        if self._is_attached:
+            self._state = self.state_dict()
+            self._attached()[0].close()
+            self._is_attached = False
 
     def _attached(self) -> tuple[InLoop, MixtureLoader]:
-        if self.learner is None or self._loader is None:
+        if not self._is_attached or self.learner is None or self._loader is None:
             raise UsageError("There is no learner yet: it is made when training begins.")
         return self.learner, self._loader
 
 
-def _batches_in_a_pass(mixture: Mixture, batch_size: int) -> int:
-    if not all(isinstance(source, IndexedSource) for source in mixture.sources):
-        raise UsageError(
-            "A source is a stream, which has no length. Fix: say how many batches an epoch has, batches_per_epoch=."
-        )
-    return max(1, sum(source.size or 0 for source in mixture.sources) // batch_size)
+class EpochLoader:
+    """An epoch's batches each time it is iterated.
+
+    It is no ``DataLoader``: trainers that would replace a DataLoader's sampler by their own leave it alone. Examples are drawn by a policy,
+    so an epoch is whatever number of batches one likes to call so.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+
+    def __len__(self) -> int:
+        return self.driver.batches_per_epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.driver.batches()

@@ -15,10 +15,9 @@ import lightning.pytorch as pl
 from torch import Tensor, nn
 
 from inloop.errors import UsageError
-from inloop.integrations.driver import Driver
+from inloop.integrations.driver import Driver, EpochLoader
 from inloop.learner import InLoop
 from inloop.mixture import Mixture
-from inloop.mixture.epochs import EpochLoader
 from inloop.policies import Policy
 from inloop.report import StepReport
 
@@ -80,6 +79,11 @@ class InLoopCallback(pl.Callback):
                 "The LightningModule optimizes by hand, where only it knows when a step is over. Fix: call learner.sample and learner.step in "
                 "training_step, as in a plain loop."
             )
+        if getattr(trainer.precision_plugin, "scaler", None) is not None:
+            raise UsageError(
+                "precision='16-mixed' scales the loss, and Lightning has unscaled the gradients when it shows them. Fix: use 'bf16-mixed', or a plain "
+                "loop with learner.step(loss, scaler=scaler)."
+            )
         self.driver.loader_options = {"micro_batches": trainer.accumulate_grad_batches} | self.driver.loader_options
         self.driver.attach(self._model(pl_module))
 
@@ -97,8 +101,11 @@ class InLoopCallback(pl.Callback):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.driver.close()
 
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self.driver.close()
+
     def state_dict(self) -> dict[str, Any]:
-        return {} if self.driver.learner is None else self.driver.state_dict()
+        return self.driver.last_state() or {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state:

@@ -16,10 +16,9 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from inloop.checkpoints import read_checkpoint, write_checkpoint
 from inloop.errors import UsageError
-from inloop.integrations.driver import Driver
+from inloop.integrations.driver import Driver, EpochLoader
 from inloop.learner import InLoop
 from inloop.mixture import Mixture
-from inloop.mixture.epochs import EpochLoader
 from inloop.policies import Policy
 
 _FILE = "inloop.pt"
@@ -68,7 +67,13 @@ class MixtureTrainer(Trainer):
         return self.driver.learner
 
     def get_train_dataloader(self) -> EpochLoader:  # type: ignore[override]
-        return _LateLoader(self.driver)
+        return self.driver.loader()
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self.driver.close()
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Tensor | Any], num_items_in_batch: Tensor | int | None = None
@@ -82,19 +87,8 @@ class MixtureTrainer(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None and (Path(checkpoint) / _FILE).exists():
+        if checkpoint is not None:
             self.driver.load_state_dict(read_checkpoint(Path(checkpoint) / _FILE))
-
-
-class _LateLoader(EpochLoader):
-    """Asked for by the Trainer before its model is ready, and iterated after."""
-
-    def __init__(self, driver: Driver) -> None:
-        self.driver = driver
-        self.batches_per_epoch = driver.batches_per_epoch
-
-    def __iter__(self) -> Any:
-        return iter(self.driver.loader())
 
 
 class _Attach(TrainerCallback):
@@ -112,8 +106,3 @@ class _Attach(TrainerCallback):
         saved = self.driver.state_dict()  # in all processes: what waits to be paid is dropped
         if args.should_save:
             write_checkpoint(Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / _FILE, saved)
-
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self.driver.close()

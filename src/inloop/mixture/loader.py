@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -88,6 +89,7 @@ class MixtureLoader:
         self.num_ordered = 0
         self.num_yielded = 0
         self._on_order: deque[_Order] = deque()
+        self._in_step: list[_Order] = []  # used since the last step, if that is not over
 
     def __iter__(self) -> Iterator[tuple[Actions, Any]]:
         for batch in self.batches():
@@ -101,6 +103,7 @@ class MixtureLoader:
     def use_next(self) -> Actions:
         """The next batch that is trained on is the oldest that was not yet used; returns its actions."""
         order = self._on_order.popleft()
+        self._in_step = [*self._in_step, order] if self.learner.num_waiting else [order]
         self.learner.use(order.draw)
         self.mixture.count(order.source_N)
         self.num_yielded += 1
@@ -113,7 +116,7 @@ class MixtureLoader:
         """
         if self.num_workers == 0:
             for order in self._orders():
-                yield self.mixture.batch(*order.mine)
+                yield self._fetched(order)
             return
         loader: DataLoader[Any] = DataLoader(
             _Fetch(self.mixture),
@@ -137,31 +140,51 @@ class MixtureLoader:
             self.num_ordered += 1
             yield order
 
+    def _fetched(self, order: _Order) -> Any:
+        """In this process."""
+        self._read_streams(order)
+        if not order.read:
+            return self.mixture.batch(*order.mine)
+        pairs = enumerate(order.pairs())
+        return self.mixture.collate(
+            [order.read[place] if place in order.read else self.mixture.fetch(key) for place, key in pairs]
+        )
+
     def _with_streams(self) -> Iterator[list[Any]]:
         """Examples of streams are read here, in order, and only pass through the worker."""
-        streams = {number for number, source in enumerate(self.mixture.sources) if isinstance(source, StreamSource)}
         for order in self._orders():
-            for place, key in enumerate(order.pairs()):
-                if key[0] in streams and place not in order.read:
-                    order.read[place] = self.mixture.fetch(key)
-            yield [order.read[place] if key[0] in streams else _Index(*key) for place, key in enumerate(order.pairs())]
+            self._read_streams(order)
+            yield [order.read.get(place, _Index(*key)) for place, key in enumerate(order.pairs())]
 
-    def state_dict(self) -> dict[str, Any]:
+    def _read_streams(self, order: _Order) -> None:
+        """Each example once: the batch may be asked for again."""
+        for place, key in enumerate(order.pairs()):
+            if isinstance(self.mixture.sources[key[0]], StreamSource) and place not in order.read:
+                order.read[place] = self.mixture.fetch(key)
+
+    def state_dict(self, within_step: bool = False) -> dict[str, Any]:
         """The position, what is on order, and the mixture's state; save it together with the learner's, between two steps.
 
         It is the same in all processes that train together.
+
+        Args:
+            within_step: Allow it between the micro-batches of a step, too: they will be used again.
         """
-        if self.learner.num_waiting:
+        if self.learner.num_waiting and not within_step:
             raise UsageError(
                 "The loader was saved between a batch and its learner.step. Fix: save after learner.step(loss)."
             )
+        begun = self._in_step if self.learner.num_waiting else []
+        mixture = self.mixture.state_dict()
+        for order in begun:
+            mixture["drawn"] -= torch.bincount(order.source_N, minlength=len(self.mixture.sources))
         return {
-            "mixture": self.mixture.state_dict(),
+            "mixture": mixture,
             "num_ordered": self.num_ordered,
-            "num_yielded": self.num_yielded,
+            "num_yielded": self.num_yielded - len(begun),
             "on_order": [
                 {"draw": order.draw.state_dict(), "source": order.source_N, "position": order.position_N}
-                for order in self._on_order
+                for order in (*begun, *self._on_order)
             ],
         }
 

@@ -31,7 +31,7 @@ class _Shares(Discrete, SelfTaught):
     def log_probabilities(self) -> Tensor:
         return self.shares_K.log()
 
-    def learn(self, actions: Actions, rewards_N: Tensor) -> bool:
+    def learn(self, actions: Actions, rewards_N: Tensor, probabilities_N: Tensor) -> bool:
         """Nothing: the mixture stays as it is."""
         return False
 
@@ -82,7 +82,7 @@ class LossMixture(_Shares):
         self.temperature, self.smoothing = temperature, smoothing
         self.register_buffer("losses_K", torch.full((num_sources,), torch.nan, dtype=torch.float64))
 
-    def learn(self, actions: Actions, rewards_N: Tensor) -> bool:
+    def learn(self, actions: Actions, rewards_N: Tensor, probabilities_N: Tensor) -> bool:
         summary = self.summarise(actions, rewards_N)
         seen_K = summary.count_K > 0
         before_K = torch.where(self.losses_K.isnan(), summary.mean_K, self.losses_K)
@@ -99,7 +99,8 @@ class OnlineDataMixing(_Shares):
         R_k <- α R_k + (1 - α) r_k / p_k            ε_t = min(1 / K, sqrt(log K / (K t)))
         p_k  = (1 - K ε_t) softmax(ε_{t-1} R)_k + ε_t
 
-    r_k / p_k is estimated by ``sum_{i: a_i = k} r_i / (N p_k)`` over a mixed batch, where the authors draw one source for each batch.
+    r_k / p_k is estimated by ``sum_{i: a_i = k} r_i / (N p_k)`` over a mixed batch, with the p_k that drew it, where the authors draw one source
+    for each batch.
     The reward is the loss (theirs), or any other.
 
     Args:
@@ -117,11 +118,11 @@ class OnlineDataMixing(_Shares):
         self.register_buffer("returns_K", torch.zeros(num_sources, dtype=torch.float64))
         self.register_buffer("num_updates", torch.zeros((), dtype=torch.long))
 
-    def learn(self, actions: Actions, rewards_N: Tensor) -> bool:
+    def learn(self, actions: Actions, rewards_N: Tensor, probabilities_N: Tensor) -> bool:
         choice_N = self.check(actions)
         rewards_N = rewards_N.detach().to("cpu", torch.float64)
-        sums_K = torch.zeros(self.num_choices, dtype=torch.float64).index_add_(0, choice_N.cpu(), rewards_N)
-        estimate_K = sums_K / (len(rewards_N) * self.shares_K)
+        weighted_N = rewards_N / (len(rewards_N) * probabilities_N.to("cpu", torch.float64))
+        estimate_K = torch.zeros(self.num_choices, dtype=torch.float64).index_add_(0, choice_N.cpu(), weighted_N)
         self.returns_K = self.smoothing * self.returns_K + (1 - self.smoothing) * estimate_K
         before, now = self._exploration(), self._exploration(1)
         self.num_updates = self.num_updates + 1

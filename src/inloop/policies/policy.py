@@ -49,8 +49,12 @@ class SelfTaught(Policy):
     """A policy that learns from rewards by a rule of its own, in place of REINFORCE."""
 
     @abstractmethod
-    def learn(self, actions: Actions, rewards_N: Tensor) -> bool:
-        """Take in the rewards of one step's examples; returns whether the distribution has changed."""
+    def learn(self, actions: Actions, rewards_N: Tensor, probabilities_N: Tensor) -> bool:
+        """Take in the rewards of one step's examples; returns whether the distribution has changed.
+
+        Args:
+            probabilities_N: Of the actions, when they were drawn.
+        """
 
 
 def summarise_by_choice(choice_N: Tensor, num_choices: int, rewards_N: Tensor) -> RewardSummary:
