@@ -478,3 +478,32 @@ def the_sum_stays():
 
 def test_policies_are_compared_as_a_whole():
     assert run(2, the_sum_stays) == [True, True]
+
+
+class Sometimes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.always, self.rarely, self.used = nn.Linear(3, 3), nn.Linear(3, 3), False
+
+    def forward(self, x):
+        return self.always(x) + (self.rarely(x) if self.used else 0)
+
+
+def a_layer_that_one_uses():
+    """A kind of step that one process sees for the first time must be verified by all."""
+    torch.manual_seed(0)
+    model = Sometimes()
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    learner = inloop.InLoop(wrapped, inloop.MixturePolicy(2), accumulate=1)
+    for step in range(6):
+        model.used = step == 4 and dist.get_rank() == 1
+        learner.sample(4)
+        wrapped(torch.randn(4, 3)).square().mean().backward()
+        learner.step(1.0)
+        model.zero_grad()
+    return learner.policy.scores.tolist()
+
+
+def test_kinds_of_steps_that_only_one_process_sees():
+    first, second = run(2, a_layer_that_one_uses, group_timeout=20)
+    assert first == second

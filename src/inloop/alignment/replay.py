@@ -8,7 +8,7 @@ are not computed, but for the first layers, to which the backward pass must reac
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -72,7 +72,7 @@ def align_by_replay(described: _Described, call: LayerCall, direction: Mapping[s
     """The sum of the contributions of all layers' calls."""
     along = {described.plan.aliases[name]: value for name, value in direction.items()}
     described = described.of(call)
-    parts = _parts(call, slice(0, 1))
+    parts = _parts(call, [slice(0, 1)])
     if len(parts) > 1:
         try:
             return torch.cat([_align_part(described, part, along) for part in parts])
@@ -105,26 +105,29 @@ def visit_layers(described: _Described, call: LayerCall, visit: Callable[[LayerC
         names = {local: call.parameter_names[name] for local, name in layer_call.parameter_names.items()}
         visit(replace(layer_call, parameter_names=names))
 
-    for part in _parts(call, slice(0, _rows_of_a_part(call))):
+    for part in _parts(call, _slices(call)):  # all are tried: what was visited cannot be taken back
         _replay(described, part, visit_as_of_the_model)
 
 
-def _rows_of_a_part(call: LayerCall) -> int:
-    return -(-call.num_examples // _NUM_PARTS)
+def _slices(call: LayerCall) -> list[slice]:
+    rows = max(1, -(-call.num_examples // _NUM_PARTS))
+    return [slice(start, start + rows) for start in range(0, call.num_examples, rows)]
 
 
-def _parts(call: LayerCall, tried: slice) -> list[LayerCall]:
+def _parts(call: LayerCall, tried: Sequence[slice]) -> list[LayerCall]:
     """The call divided into calls of fewer examples, which take less memory, if that gives the same output.
 
     Args:
-        tried: The examples to see that by.
+        tried: The examples to see that by, some at a time.
     """
     coupled = any(isinstance(module, _BatchNorm) and module.training for module in call.layer.modules())
-    rows = _rows_of_a_part(call)
     plain = call.batch_axis == 0 and call.example_of_row is None
-    if coupled or call.random_state or not plain or rows == call.num_examples or not _can_be_divided(call, tried):
+    slices = _slices(call)
+    if coupled or call.random_state or not plain or len(slices) < 2:
         return [call]
-    return [_examples(call, slice(start, start + rows)) for start in range(0, call.num_examples, rows)]
+    if not all(_can_be_divided(call, some) for some in tried):
+        return [call]
+    return [_examples(call, some) for some in slices]
 
 
 def _can_be_divided(call: LayerCall, tried: slice) -> bool:
