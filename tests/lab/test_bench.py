@@ -156,3 +156,13 @@ def test_other_sizes_of_the_families():
     assert len(make_task("wrn-10-1").x) == 32
     with pytest.raises(UsageError, match="allowed are wrn-16-4"):
         make_task("gpt-x")
+
+
+def test_a_step_needs_little_more_memory_and_a_part_of_it_less():
+    """What the first step tried out must be gone, without waiting for Python's collector of cycles."""
+    task = lambda: make_task("wrn-10-1", 8)  # noqa: E731
+    plain, whole, part = (
+        peak_bytes(lambda mode=mode: mode(task())) for mode in map(MODES.get, ("plain", "gar", "gar-part"))
+    )
+    assert whole < 1.5 * plain
+    assert part < plain + 0.6 * (whole - plain)

@@ -1,7 +1,9 @@
 """How many examples a step has, as its layers saw it; they must all agree."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
 
 from inloop.alignment.call import LayerCall
 from inloop.alignment.reduced import ReducedCall
@@ -34,6 +36,12 @@ def batch_sizes(calls: Sequence[AnyCall]) -> dict[int, int]:
                 f"examples, and its output looks shared by all of them. {_SHARED}"
             )
     return {batch: call.num_recorded for batch, call in sorted(first.items())}
+
+
+def of_part(call: AnyCall, contributions: Tensor, part: Mapping[int, Tensor]) -> Tensor:
+    """Of a call's contributions those of the examples that count: the rows in ``part``, by micro-batch; all, where there is no entry."""
+    rows = part.get(call.batch)
+    return contributions if rows is None or len(contributions) != call.num_recorded else contributions[rows]
 
 
 def structure_of(calls: Sequence[AnyCall]) -> Structure:

@@ -4,11 +4,11 @@ A tape would otherwise be held until the backward pass of the next step has ende
 passes go from the last layer to the first, so the old tape shrinks as the new one grows.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from torch import Tensor
 
-from inloop.alignment.batch_size import AnyCall
+from inloop.alignment.batch_size import AnyCall, of_part
 from inloop.alignment.reduced import ReducedCall
 from inloop.alignment.spare import Spare
 from inloop.errors import OverwrittenTensorError
@@ -20,19 +20,14 @@ class EarlyAlignment:
     Args:
         calls: The tape's own list: what is aligned leaves it.
         spare: Where its memory goes.
-        of_part: Leaves of a call's contributions those of the examples that count.
+        part: By micro-batch, the rows of the examples that count; all, where there is no entry.
 
     Attributes:
         sums: Contributions [N] of the calls that were aligned, by micro-batch.
     """
 
-    def __init__(
-        self,
-        calls: list[AnyCall],
-        spare: Spare,
-        of_part: Callable[[AnyCall, Tensor], Tensor] = lambda call, all_N: all_N,
-    ) -> None:
-        self._of_part = of_part
+    def __init__(self, calls: list[AnyCall], spare: Spare, part: Mapping[int, Tensor] | None = None) -> None:
+        self._part = part or {}
         self.sums: dict[int, Tensor] = {}
         self._calls = calls
         self._spare = spare
@@ -60,7 +55,7 @@ class EarlyAlignment:
     def _align(self, call: AnyCall) -> None:
         local = {name: self._gradients[canonical] for name, canonical in call.parameter_names.items()}
         try:
-            part = self._of_part(call, call.align(local))
+            part = of_part(call, call.align(local), self._part)
         except OverwrittenTensorError:
             return  # comes up again when the rest of the tape is aligned, outside of the user's backward pass
         self.sums[call.batch] = self.sums[call.batch] + part if call.batch in self.sums else part

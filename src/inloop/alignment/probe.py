@@ -195,7 +195,7 @@ def _outputs(sample: nn.Module, plan: Plan, inputs: Inputs, seed: int) -> _Seen:
     torch.manual_seed(seed)  # another one shows what is random
     try:
         # With hooks of its own for what autograd saves: the model may run in a checkpoint, which counts that.
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_same, _same):
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_nothing, _nothing):
             model(*inputs[0], **inputs[1])
     finally:
         watch.leave_model(entirely=True)
@@ -226,8 +226,8 @@ def _outputs_in_place(model: nn.Module, plan: Plan, inputs: Inputs, seed: int) -
     return seen
 
 
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
+def _nothing(value: Any) -> Any:
+    """What is kept for a backward pass that will not come."""
 
 
 def _keep(seen: _Seen, name: str, watch: Watch | None) -> Callable[[nn.Module, Any, Any], None]:

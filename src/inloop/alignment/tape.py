@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from inloop.alignment.batch_size import AnyCall, batch_sizes
+from inloop.alignment.batch_size import AnyCall, batch_sizes, of_part
 from inloop.alignment.black_box import BlackBoxState
 from inloop.alignment.call import LayerCall
 from inloop.alignment.direction import in_parts, resolve_direction
@@ -231,7 +231,7 @@ class Tape:
     def align_early(self) -> EarlyAlignment:
         """Begin to align with the gradients of the next backward pass as they arrive, for one later ``align`` with them all."""
         self._sizes = batch_sizes(self.calls)
-        self.early = EarlyAlignment(self.calls, self._spare, self._of_part)
+        self.early = EarlyAlignment(self.calls, self._spare, self.part)
         return self.early
 
     def align(self, direction: Direction) -> Tensor:
@@ -271,7 +271,7 @@ class Tape:
             for call in self.calls:
                 local = {name: part.get(canonical) for name, canonical in call.parameter_names.items()}
                 if any(value is not None for value in local.values()):
-                    aligned = self._of_part(call, call.align(local))
+                    aligned = of_part(call, call.align(local), self.part)
                     totals[call.batch] = totals[call.batch] + aligned if call.batch in totals else aligned
         device = self.calls[0].device if self.calls else next(iter(totals.values())).device
         return torch.cat(
@@ -280,11 +280,6 @@ class Tape:
                 for batch, size in sizes.items()
             ]
         )
-
-    def _of_part(self, call: AnyCall, contributions: Tensor) -> Tensor:
-        """Of a call's contributions those of the examples that count."""
-        rows = self.part.get(call.batch)
-        return contributions if rows is None or len(contributions) != call.num_recorded else contributions[rows]
 
     def verify(self, gradients: Direction) -> None:
         """Check ``sum_i c_i(p.grad) = ‖p.grad‖²`` for every parameter p; with several processes, for the mean over them.
