@@ -16,4 +16,6 @@ bench --models wrn-16-4,vit-tiny,gpt-6 --modes metagradient-unrolled,higher,torc
 bench --models mlp --modes gar --figure results/cost/bench.svg >/dev/null
 python -m benchmarks.scaling --repeats 4
 python -m benchmarks.half_error
+python -m benchmarks.checkpointing --repeats 4
+python -m benchmarks.plan
 python results/cost/table.py

@@ -83,6 +83,22 @@ def scaling() -> str:
     return "\n".join(["| model | batch | time | memory |", "|---|---|---|---|", *lines])
 
 
+def checkpointing() -> str:
+    path = HERE / "checkpointing.json"
+    if not path.exists():
+        return ""
+    result = json.loads(path.read_text())
+    lines = [
+        f"| {row['kind']} | {row['time_ratio']:.2f} | {row['memory_ratio']:.2f} | {row['peak_bytes'] / 1e6:.0f} |"
+        for row in result["rows"]
+    ]
+    note = (
+        f"{result['model']} at batch {result['batch']}, every block checkpointed (`python -m benchmarks.checkpointing`); ratios to plain training "
+        "without checkpoints, from the fifth step on."
+    )
+    return "\n".join([note, "", "| | time | memory | peak MB |", "|---|---|---|---|", *lines])
+
+
 def in_brief() -> str:
     rows, _ = read("bench.json")
     return table(rows, (*OURS, *OTHERS))
@@ -96,6 +112,7 @@ def in_full() -> str:
         "Spread": spread(rows),
         'What `retain="half"` does to rewards': half_error(),
         "Scaling of `gar`": scaling(),
+        "Activation checkpointing": checkpointing(),
         "Not measured": "\n".join(f"- {row['model']}, {row['mode']}: {row['error']}" for row in skipped),
     }
     return "\n\n".join(f"## {title}\n\n{content}" for title, content in parts.items() if content)
