@@ -163,7 +163,8 @@ class InLoop:
         self._segments: list[str] = []  # modules that activation checkpointing runs again
         self._num_verified = 0  # steps, with these
         self._run_again: RunAgain | None = None if retain == "recompute" else RunAgain(model)
-        warn_of_coupled_examples(model)
+        if self.reward.needs_tape:
+            warn_of_coupled_examples(model)
         self._begin_step()
 
     # ---------------------------------------------------------------- the two calls of a training loop
