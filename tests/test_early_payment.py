@@ -98,7 +98,7 @@ def test_inputs_are_let_go_of_once_their_layer_is_done():
     loop = Loop(retain="half").train(3)
     loop.learner.sample(6)
     loop.backward(*batch())
-    assert all(waiting.call is None for waiting in loop.learner._recorder.tape._waiting)
+    assert all(waiting.call is None for waiting in loop.learner._recording.tape._waiting)
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def test_interleaving_pays_every_second_step_and_samples_neutrally_in_between():
         loss = F.cross_entropy(run.model(x), y)
         loss.backward()
         if neutral_steps[-1]:
-            assert run.learner._recorder.tape is None  # a plain step is not recorded
+            assert run.learner._recording.tape is None  # a plain step is not recorded
         run.learner.step(loss)
         run.optimizer.step()
         run.optimizer.zero_grad()

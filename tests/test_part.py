@@ -136,6 +136,14 @@ def test_it_learns_and_continues():
     assert step(again).reward_mean == pytest.approx(expected.reward_mean, rel=1e-6)
 
 
+def test_a_run_without_verification_continues_with_a_part():
+    _, _, learner = train(0.4, verify=False)
+    again = InLoop(Net().double(), MixturePolicy(3), part=0.4, dry_run=True, verify=False)
+    assert not again._recording.may_record_less()  # what is checkpointed is not known yet
+    again.load_state_dict(learner.state_dict())
+    assert again._recording.may_record_less()
+
+
 @pytest.mark.parametrize("reward", ["nslr", "loss"])
 def test_rewards_that_cost_nothing_are_paid_whole(reward):
     from inloop.policies import LossMixture

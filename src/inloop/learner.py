@@ -23,13 +23,13 @@ from inloop.alignment import Direction, Tape, gradients_of
 from inloop.alignment.capture import make_recorder
 from inloop.alignment.early import EarlyAlignment
 from inloop.alignment.plan import LayerFilter
-from inloop.alignment.segments import RunAgain
 from inloop.alignment.tape import Reduction, Retention, check_reduction
 from inloop.distributed import is_distributed, is_sharded, unwrapped, world_size
 from inloop.draws import Draw, DrawnStep
-from inloop.errors import InloopError, UsageError, VerificationError
+from inloop.errors import UsageError, VerificationError
 from inloop.policies import Actions, Policy
 from inloop.randomness import default_generator
+from inloop.recording import CHANGED_GRADIENTS, Recording
 from inloop.reinforce import make_updater
 from inloop.report import StepReport, describe_collapse, summarise_rewards
 from inloop.rewards import Normalisation, Reference, Reward, Step, as_reward, check_reference, held_out_reference
@@ -39,7 +39,6 @@ from inloop.step_checks import (
     agree,
     as_number,
     gradient_norm,
-    is_cleared,
     refuse_missing_gradients,
     refuse_other_batch_sizes,
     refuse_other_losses,
@@ -50,12 +49,6 @@ from inloop.step_checks import (
 )
 
 log = logging.getLogger("inloop")
-
-
-_CHANGED_GRADIENTS = (
-    "the gradients changed after the step's first backward pass (by another one, or by scaling or clipping), in which recorded "
-    "tensors were let go of; from now on they are kept until learner.step, which takes more memory"
-)
 
 
 class InLoop:
@@ -134,35 +127,22 @@ class InLoop:
         self.interleave = interleave
         self.start_after = start_after
         self.dry_run = dry_run
-        self.reduction = reduction
         self.part = part
         self.callback = callback
         self.updater = make_updater(policy, policy_optimizer, accumulate, normalisation or self.reward.normalisation)
         self.num_steps = 0
         self.num_dropped = 0
         self._sampler = Sampler(policy, generator or default_generator("sampling of actions"))
-        self._verifier = Verifier(verify)
         self._pending: DrawnStep | None = None
         self._previous: Reference | None = None
         self._paid_since_saved = True
         self._collapsing = False
         self._paused = 0
         self._closed = False
-        # Whether every step had one backward pass (None: not known yet). Then much can be let go of in passing, if the gradients that
-        # it leaves are final: with other processes they may still have to be averaged.
-        self._one_pass: bool | None = None
-        self._make_recorder = partial(
-            make_recorder,
-            model,
-            layers,
-            batchnorm_affine=batchnorm_affine,
-            copy_inputs=copy_inputs,
-            retain=retain,
+        options: dict[str, Any] = {"batchnorm_affine": batchnorm_affine, "copy_inputs": copy_inputs, "retain": retain}
+        self._recording = Recording(
+            model, partial(make_recorder, model, layers, **options), reduction, Verifier(verify), retain != "recompute"
         )
-        self._recorder = self._make_recorder()
-        self._segments: list[str] = []  # modules that activation checkpointing runs again
-        self._num_verified = 0  # steps, with these
-        self._run_again: RunAgain | None = None if retain == "recompute" else RunAgain(model)
         if self.reward.needs_tape:
             warn_of_coupled_examples(model)
         self._begin_step()
@@ -187,24 +167,16 @@ class InLoop:
     def use(self, draw: Draw) -> None:
         """The next (micro-)batch that is trained on is the one that was chosen by ``draw``."""
         self._refuse_if_closed()
-        if self._was_abandoned():
+        if self._recording.was_abandoned():
             log.info("the passes since the last step left no gradient; what was sampled for them is forgotten")
-            self._one_pass = False  # the next such pass costs no payment
+            self._recording.one_pass = False  # the next such pass costs no payment
             self.skip()
-        if self.part < 1 and self.reward.needs_tape and not draw.neutral and self._may_record_less():
+        if self.part < 1 and self.reward.needs_tape and not draw.neutral and self._recording.may_record_less():
             draw = self._sampler.choose_rewarded(draw, self.part)
         self._sampler.waiting.append(draw)
         if draw.neutral:
-            self._recorder.stop()  # never paid, so nothing to record
-        self._expect(len(self._sampler.waiting) - 1)
-
-    def _expect(self, batch: int) -> None:
-        """What is recorded next belongs to this one of the draws that wait."""
-        tape, rows = self._recorder.tape, self._sampler.waiting[batch].rows
-        if tape is not None:
-            tape.batch = batch
-            if rows is not None:
-                tape.part[batch] = rows
+            self._recording.recorder.stop()  # never paid, so nothing to record
+        self._recording.expect(len(self._sampler.waiting) - 1, draw.rows)
 
     @property
     def loss_weight(self) -> float:
@@ -278,32 +250,24 @@ class InLoop:
         refuse_other_losses(losses_N, draws)
         num_examples = sum(draw.num_examples for draw in draws)
         current = DrawnStep(Step(num_examples, tape, None if losses_N is None else losses_N.detach()), draws, scale)
-        verifies = self._verifier.wants(tape) or (tape is not None and self._has_untried_segments())
+        verifies = self._recording.wants_verification(tape)
         agreed = agree(loss, norm, verifies, self.num_steps, self._sampler.shared(draws))
         self.num_steps += 1
         lag = max(self.updater.version - draw.version for draw in draws)
         problem = what_is_not_finite(agreed.loss, gradients, agreed.norm)
-        if tape is not None and tape.missed_a_pass:
-            self._one_pass, problem = False, problem or _CHANGED_GRADIENTS
+        if problem is None and tape is not None:
+            problem = self._recording.what_is_wrong(tape, gradients, agreed.verifies)
         if problem:
             self._drop_pending()
             current.release()
             return self._report(lag, dropped=problem)
-        if tape is not None:
-            self._one_pass = self._one_pass is not False and tape.had_one_pass
-            if agreed.verifies and (problem := self._verify(tape, gradients)):
-                self._drop_pending()
-                current.release()
-                return self._report(lag, dropped=problem)
-            if self._run_again is not None:
-                self._record_segments(self._run_again.segments(tape))
         paid, reference = self._match(current, Reference(gradients, agreed.loss, scale))
         if paid is None or paid.num_everyone == 0:
             return self._report(lag)
         if paid.begun_with_other(gradients):
-            self._one_pass = False
+            self._recording.one_pass = False
             paid.release()
-            return self._report(lag, dropped=_CHANGED_GRADIENTS)
+            return self._report(lag, dropped=CHANGED_GRADIENTS)
         rewards_N = self.reward(paid.step, reference)
         if self.reward.needs_tape:
             rewards_N = rewards_N / (paid.scale * reference.scale)
@@ -348,15 +312,16 @@ class InLoop:
     def _begin_step(self, used: Sequence[Draw] = ()) -> None:
         """Record from here on; draws that were not used yet wait for their batch."""
         self._sampler.forget(used)
-        if self._one_pass is not False and (is_distributed() or any(map(is_sharded, self.model.parameters()))):
-            self._one_pass = False
         if self._pending is not None and self._pending.step.tape is not None:
             self._pending.step.tape.own_parameters()
         if self.reward.needs_tape:
-            self._recorder.start(self.reduction, expect_one_pass=self._one_pass is True)
-        for batch in range(len(self._sampler.waiting)):
-            self._expect(batch)
-        self._recorder.early = self._begin_payment()
+            self._recording.begin()
+        self._expect_waiting()
+        self._recording.pay_early(self._begin_payment())
+
+    def _expect_waiting(self) -> None:
+        for batch, draw in enumerate(self._sampler.waiting):
+            self._recording.expect(batch, draw.rows)
 
     def _begin_payment(self) -> EarlyAlignment | None:
         """Let the next backward pass pay the step that waits, layer by layer: its tape shrinks as the new one grows.
@@ -364,56 +329,18 @@ class InLoop:
         Not if a step has several backward passes: then the gradients that a backward pass leaves are not final.
         """
         tape = None if self._pending is None else self._pending.step.tape
-        if tape is None or self._one_pass is not True or self.reference != "next" or not self.reward.aligns_once:
+        if (
+            tape is None
+            or self._recording.one_pass is not True
+            or self.reference != "next"
+            or not self.reward.aligns_once
+        ):
             return None
         return tape.align_early()
 
-    def _record_segments(self, segments: Sequence[str]) -> None:
-        """From here on, keep of checkpointed modules no more than their checkpoints do."""
-        if self._run_again is not None:
-            self._run_again.remove()
-        self._run_again = None
-        if self._segments != list(segments):
-            self._segments, self._num_verified = list(segments), 0
-            self._recorder.remove()
-            self._recorder = self._make_recorder(segments=segments)
-
-    def _verify(self, tape: Tape, gradients: Direction) -> str | None:
-        """Check the tape. Returns why not, if checkpointed modules cannot be run again as a whole; they are not tried again then."""
-        try:
-            self._verifier.check(tape, gradients)
-        except (InloopError, RuntimeError) as error:
-            if not self._segments:
-                raise
-            self._record_segments([])
-            return (
-                f"the checkpointed modules cannot be run again as a whole ({str(error).splitlines()[0]}); from now on each of their layers is "
-                "recorded, which takes more memory"
-            )
-        self._num_verified += 1
-        return None
-
-    def _has_untried_segments(self) -> bool:
-        return bool(self._segments) and self._num_verified == 0
-
-    def _may_record_less(self) -> bool:
-        """Whether steps need not be recorded whole any more, to be verified or to find out what is checkpointed."""
-        return (
-            self._run_again is None and not self._has_untried_segments() and self._verifier.is_done(self._num_verified)
-        )
-
-    def _was_abandoned(self) -> bool:
-        """Whether a backward pass was recorded whose gradients were then cleared without a step.
-
-        Several processes might see it differently (and accumulated gradients of sharded parameters cannot be seen): there
-        ``skip`` must be called.
-        """
-        tape = None if is_distributed() else self._recorder.tape
-        return tape is not None and bool(tape.calls) and is_cleared(gradients_of(self.model))
-
     def _finish_recording(self, draws: list[Draw], gradients: Direction, norm: float) -> Tape | None:
         """Take the step's tape, if it has one, and refuse what cannot be a training step."""
-        tape = None if any(draw.neutral for draw in draws) else self._recorder.tape
+        tape = None if any(draw.neutral for draw in draws) else self._recording.tape
         refuse_missing_gradients(tape, gradients, norm)
         if tape is None and self.reward.needs_tape and not any(draw.neutral for draw in draws):
             raise UsageError(
@@ -424,36 +351,31 @@ class InLoop:
             refuse_other_batch_sizes(tape, draws)
             refuse_other_parts(tape, draws)
             tape.mean_over = sum(draw.num_everyone for draw in draws) / world_size()
-        self._recorder.stop()
-        self._recorder.early = None
+        self._recording.end()
         return tape
 
     def _drop_pending(self) -> None:
         if self._pending is not None:
             self._pending.release()
-        self._pending = self._recorder.early = None
+        self._pending = None
+        self._recording.pay_early(None)
 
     # ---------------------------------------------------------------- lifetime and state
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Forward and backward passes in this block leave no trace, and the step that waits to be paid goes on waiting."""
-        recorder = self._recorder
-        tape, early = recorder.tape, recorder.early
-        recorder.tape = recorder.early = None
         self._paused += 1
         try:
-            yield
+            with self._recording.paused():
+                yield
         finally:
             self._paused -= 1
-            recorder.tape, recorder.early = tape, early
 
     def close(self) -> None:
         """Take all hooks off the model and free what is held. The policy stays as it is."""
         self._closed = True
-        self._recorder.remove()
-        if self._run_again is not None:
-            self._run_again.remove()
+        self._recording.close()
         self._drop_pending()
         self._sampler.waiting = []
 
@@ -510,8 +432,7 @@ class InLoop:
             "draws": [draw.state_dict() for draw in self._sampler.waiting],
             "previous": None if self._previous is None else self._previous.state_dict(),
             "pending": None if self._pending is None else self._pending.state_dict(),
-            "segments": self._segments,
-            "num_verified": self._num_verified,
+            "recording": self._recording.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -522,11 +443,9 @@ class InLoop:
             )
         # All that can fail comes first, so that a state that does not fit changes nothing.
         draws = [Draw.restored(self.policy, saved) for saved in state["draws"]]
-        if state["num_verified"]:
-            self._record_segments(state["segments"])
-            self._num_verified = state["num_verified"]
+        self._recording.load_state_dict(state["recording"])
         saved = state["pending"]
-        pending = None if saved is None else DrawnStep.restored(self.policy, self._recorder.plan, saved)
+        pending = None if saved is None else DrawnStep.restored(self.policy, self._recording.recorder.plan, saved)
         self.policy.load_state_dict(state["policy"])
         self.updater.load_state_dict(state["reinforce"])
         self._sampler.generator.set_state(state["generator"])
@@ -536,5 +455,4 @@ class InLoop:
         self._pending = pending
         self.skip()
         self._sampler.restore(draws)
-        for batch in range(len(draws)):
-            self._expect(batch)
+        self._expect_waiting()

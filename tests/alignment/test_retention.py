@@ -146,7 +146,7 @@ def test_one_copy_of_the_parameters_at_a_time():
         learner.sample(4)
         loss = model(torch.randn(4, 50)).square().mean()
         loss.backward()
-        (call,) = learner._recorder.tape.calls
+        (call,) = learner._recording.tape.calls
         assert call.layer[0].weight.data_ptr() == model[0].weight.data_ptr()
         learner.step(loss)
         (call,) = learner._pending.step.tape.calls

@@ -41,6 +41,17 @@ class WithValidation(MixtureDataModule):
         )
 
 
+def quiet_trainer(callbacks, **options):
+    return pl.Trainer(
+        callbacks=callbacks,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+
+
 def fit(folder, steps, record, *, checkpoint=None, interleave=False, **options):
     data = WithValidation(make_mixture(), 16, batches_per_epoch=7, **options.pop("loader", {}))
     callback = InLoopCallback(
@@ -49,17 +60,8 @@ def fit(folder, steps, record, *, checkpoint=None, interleave=False, **options):
         interleave=interleave,
         **make_options(),
     )
-    trainer = pl.Trainer(
-        callbacks=[callback, *options.pop("callbacks", [])],
-        max_steps=steps,
-        gradient_clip_val=CLIP,
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        **options,
-    )
+    callbacks = [callback, *options.pop("callbacks", [])]
+    trainer = quiet_trainer(callbacks, max_steps=steps, gradient_clip_val=CLIP, default_root_dir=folder, **options)
     module = Module()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -87,16 +89,8 @@ def test_accumulation_is_the_same_as_the_plain_loop(tmp_path):
     callback = InLoopCallback(
         data, on_report=lambda report: record.append((report.probabilities, report.reward_mean)), **make_options()
     )
-    pl.Trainer(
-        callbacks=[callback],
-        max_steps=12,
-        accumulate_grad_batches=2,
-        gradient_clip_val=CLIP,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+    quiet_trainer(
+        [callback], enable_checkpointing=False, max_steps=12, accumulate_grad_batches=2, gradient_clip_val=CLIP
     ).fit(Module(), data)
     assert_same(record, train_plainly(12, micro_batches=2))
 
@@ -121,15 +115,8 @@ def test_it_may_save_within_a_step_and_begin_again(tmp_path):
     data = MixtureDataModule(make_mixture(), 16, batches_per_epoch=8)
     callback = InLoopCallback(data, on_report=record.append, **make_options())
     for steps in (6, 12):
-        trainer = pl.Trainer(
-            callbacks=[callback, Saves()],
-            max_steps=steps,
-            accumulate_grad_batches=2,
-            accelerator="cpu",
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+        trainer = quiet_trainer(
+            [callback, Saves()], enable_checkpointing=False, max_steps=steps, accumulate_grad_batches=2
         )
         trainer.fit(Module(), data)
     assert [report.step for report in record] == list(range(1, 19))
@@ -157,15 +144,7 @@ def test_batches_that_are_skipped_and_a_fit_that_fails(tmp_path):
     callback = InLoopCallback(data, on_report=record.append)
 
     def fit_once(module):
-        pl.Trainer(
-            callbacks=[callback],
-            max_epochs=1,
-            accelerator="cpu",
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        ).fit(module, data)
+        quiet_trainer([callback], enable_checkpointing=False, max_epochs=1).fit(module, data)
 
     failing = Unusual()
     failing.fails_at = 4
@@ -193,15 +172,7 @@ def test_manual_optimization_is_refused(tmp_path):
             self.automatic_optimization = False
 
     data = MixtureDataModule(make_mixture(), 16)
-    trainer = pl.Trainer(
-        callbacks=[InLoopCallback(data)],
-        max_steps=2,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer([InLoopCallback(data)], enable_checkpointing=False, max_steps=2)
     with pytest.raises(UsageError, match="optimizes by hand"):
         trainer.fit(Manual(), data)
 
@@ -209,14 +180,6 @@ def test_manual_optimization_is_refused(tmp_path):
 def test_a_part_of_the_module(tmp_path):
     data = MixtureDataModule(make_mixture(), 16)
     callback = InLoopCallback(data, model=lambda module: module.net)
-    pl.Trainer(
-        callbacks=[callback],
-        max_steps=4,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    ).fit(Module(), data)
+    quiet_trainer([callback], enable_checkpointing=False, max_steps=4).fit(Module(), data)
     assert isinstance(callback.learner, inloop.InLoop)
     assert callback.learner.num_steps == 4
