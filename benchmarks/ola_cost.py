@@ -13,9 +13,9 @@ import time
 
 import torch
 
-from inloop.lab.augment_settings import AugmentSettings
-from inloop.lab.augmentation import AugmentExperiment
-from inloop.lab.image_data import ImageData
+from inloop.lab.augmentation.experiment import AugmentExperiment
+from inloop.lab.augmentation.settings import AugmentSettings
+from inloop.lab.data.images import ImageData
 
 
 def main() -> None:

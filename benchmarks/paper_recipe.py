@@ -13,9 +13,9 @@ import time
 
 import torch
 
-from inloop.lab.augment_settings import PRESETS, with_augment_defaults
-from inloop.lab.augmentation import AugmentExperiment, learning_rate
-from inloop.lab.image_data import ImageData
+from inloop.lab.augmentation.experiment import AugmentExperiment, learning_rate
+from inloop.lab.augmentation.settings import PRESETS, with_augment_defaults
+from inloop.lab.data.images import ImageData
 from inloop.report import StepReport
 
 

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from inloop.lab.bench.measure import measure_model
 from inloop.lab.bench.show import describe, read_bench, write_bench
-from inloop.lab.figures import as_svg
+from inloop.lab.html import as_svg
 
 AXES = {
     "batch size (wrn-16-2)": [("wrn-16-2", batch, batch) for batch in (16, 32, 64, 128)],

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from inloop.lab.digits import load_digits
+from inloop.lab.data import load_digits
 from inloop.metagradient import MetaGradient
 
 

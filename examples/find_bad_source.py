@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import inloop
-from inloop.lab.digits import load_digits
+from inloop.lab.data import load_digits
 
 NUM_SOURCES, NOISY = 10, 3
 

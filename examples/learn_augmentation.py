@@ -11,7 +11,7 @@ from torch import nn
 
 import inloop
 from inloop import augment
-from inloop.lab.digits import digits
+from inloop.lab.data import digits
 
 
 def blot(images, share_N):

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from torch import nn
 
 import inloop
-from inloop.lab.digits import load_digits
+from inloop.lab.data import load_digits
 
 BAD, ACCUMULATE = 1, 2
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import inloop
 from inloop.integrations.lightning import InLoopCallback, MixtureDataModule
-from inloop.lab.digits import load_digits
+from inloop.lab.data import load_digits
 
 BAD = 1
 

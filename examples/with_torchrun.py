@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import inloop
-from inloop.lab.digits import load_digits
+from inloop.lab.data import load_digits
 
 BAD, GLOBAL_BATCH = 1, 128
 WHOLE = StateDictOptions(full_state_dict=True)

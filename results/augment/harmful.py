@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from inloop.augment import make_space, register_operation
-from inloop.lab.augment_settings import with_augment_defaults
-from inloop.lab.augmentation import AugmentExperiment
-from inloop.lab.digits import digits
-from inloop.lab.run_folder import write_atomically
-from inloop.lab.seeds import train_to_end
+from inloop.lab.augmentation.experiment import AugmentExperiment
+from inloop.lab.augmentation.settings import with_augment_defaults
+from inloop.lab.data.digits import digits
+from inloop.lab.runs.folder import write_atomically
+from inloop.lab.runs.seed import train_to_end
 
 HARMFUL, BENIGN = ("erase", "flip_ud"), ("identity", "shift_one")
 SEEDS = 5

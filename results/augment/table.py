@@ -9,7 +9,7 @@ import statistics
 from pathlib import Path
 
 from inloop.lab.page_block import with_block
-from inloop.lab.summary import mean_and_interval, show_interval
+from inloop.lab.runs.summary import mean_and_interval, show_interval
 
 COMMAND = "python results/augment/table.py"
 HERE = Path(__file__).parent

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 
 from inloop.lab.page_block import with_block
-from inloop.lab.split_report import PAPER
-from inloop.lab.summary import mean_and_interval, show_interval
+from inloop.lab.runs.summary import mean_and_interval, show_interval
+from inloop.lab.splits.report import PAPER
 
 COMMAND = "python results/splits/table.py"
 HERE = Path(__file__).parent

@@ -11,14 +11,14 @@ from PIL import Image
 from inloop.augment import make_space
 from inloop.cli import main
 from inloop.errors import UsageError
-from inloop.lab.augment_report import PAPER
-from inloop.lab.augment_settings import PRESETS, AugmentSettings, with_augment_defaults
-from inloop.lab.augmentation import AugmentExperiment, choose_images, learning_rate
-from inloop.lab.digits import digits
-from inloop.lab.image_pipeline import StandardPipeline, cut_out, normalise_images
-from inloop.lab.run_folder import RunFolder
-from inloop.lab.seeds import train_to_end
-from inloop.lab.wide_resnet import make_wide_resnet
+from inloop.lab.augmentation.experiment import AugmentExperiment, choose_images, learning_rate
+from inloop.lab.augmentation.pipeline import StandardPipeline, cut_out, normalise_images
+from inloop.lab.augmentation.report import PAPER
+from inloop.lab.augmentation.settings import PRESETS, AugmentSettings, with_augment_defaults
+from inloop.lab.data.digits import digits
+from inloop.lab.networks.wide_resnet import make_wide_resnet
+from inloop.lab.runs.folder import RunFolder
+from inloop.lab.runs.seed import train_to_end
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +148,7 @@ def test_images_are_chosen_class_by_class_and_validation_is_apart(data):
 def test_classes_keep_their_shares_in_every_part(data):
     from dataclasses import replace
 
-    from inloop.lab.augmentation import hold_out
+    from inloop.lab.augmentation.experiment import hold_out
 
     rare = torch.cat([torch.arange(900), 900 + torch.arange(100)])
     two = replace(data, train_x=data.train_x[rare], train_y=(rare >= 900).long(), num_classes=2)

@@ -14,13 +14,13 @@ import pytest
 import torch
 from PIL import Image
 
-from inloop.lab.cifar import CIFAR10, CIFAR100, load_cifar
-from inloop.lab.datasets import load_data
-from inloop.lab.digits import digits, load_digits
-from inloop.lab.download import download
-from inloop.lab.image_data import DataError, to_input
-from inloop.lab.noise import make_splits
-from inloop.lab.own_data import load_own
+from inloop.lab.data.cifar import CIFAR10, CIFAR100, load_cifar
+from inloop.lab.data.digits import digits, load_digits
+from inloop.lab.data.download import download
+from inloop.lab.data.images import DataError, to_input
+from inloop.lab.data.named import load_data
+from inloop.lab.data.own import load_own
+from inloop.lab.splits.noise import make_splits
 
 # ------------------------------------------------------------------ digits
 

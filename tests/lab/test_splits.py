@@ -16,12 +16,13 @@ import torch
 from inloop import cli
 from inloop.atomic_files import write_atomically
 from inloop.errors import FileWriteError, UsageError
-from inloop.lab.digits import digits
-from inloop.lab.networks import NETWORKS, make_network
-from inloop.lab.run_folder import RunFolder, RunFolderError
-from inloop.lab.split_settings import SplitSettings, with_defaults
-from inloop.lab.splits import areas, hold_out, run_seed
-from inloop.lab.summary import mean_and_interval, show_interval
+from inloop.lab.data.digits import digits
+from inloop.lab.networks.small import NETWORKS, make_network
+from inloop.lab.runs.folder import RunFolder, RunFolderError
+from inloop.lab.runs.seed import train_to_end
+from inloop.lab.runs.summary import mean_and_interval, show_interval
+from inloop.lab.splits.experiment import SplitExperiment, areas, hold_out
+from inloop.lab.splits.settings import SplitSettings, with_defaults
 
 QUICK = {"epochs": 4, "batch": 250}
 
@@ -33,6 +34,10 @@ def data():
 
 def quick(**options):
     return with_defaults("digits", **(QUICK | options))
+
+
+def run_seed(settings, data, seed, *folder_and_display):
+    return train_to_end(lambda: SplitExperiment(settings, data, seed), *folder_and_display)
 
 
 # ------------------------------------------------------------------ numbers
@@ -187,7 +192,7 @@ def test_ctrl_c_exits_with_130(tmp_path, monkeypatch, capsys):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("inloop.lab.splits.run_seed", interrupt)
+    monkeypatch.setattr(SplitExperiment, "train_epoch", interrupt)
     assert cli.main(["run", "splits", "--out", str(tmp_path / "run")]) == 130
     assert "the same command continues" in capsys.readouterr().err
 
@@ -198,7 +203,7 @@ def test_a_disk_that_fills_up_while_a_checkpoint_is_written(tmp_path):
 import resource, signal, sys, torch
 from pathlib import Path
 from inloop.errors import FileWriteError
-from inloop.lab.run_folder import RunFolder
+from inloop.lab.runs.folder import RunFolder
 folder = RunFolder(Path(sys.argv[1]), "splits", {}).seed(0)
 folder.save({"x": torch.zeros(10)}, [])
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

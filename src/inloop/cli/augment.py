@@ -6,7 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import get_args
 
-from inloop.cli.run_options import DATA_HELP, add_run_options, check_seeds
+from inloop.cli.run_options import DATA_HELP, add_run_options, check_seeds, train_seeds
 
 _AUGMENT_HELP = (
     "ola: learned in the run; ua: UniformAugment; ra: RandAugment; ta: TrivialAugment; aa: AutoAugment; fast-aa: Fast AutoAugment; pba: "
@@ -16,7 +16,7 @@ _AUGMENT_HELP = (
 
 def add_augment(experiments: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     from inloop.augment import SPACES
-    from inloop.lab.augment_settings import PRESETS, AugmentName
+    from inloop.lab.augmentation.settings import PRESETS, AugmentName
 
     augment = experiments.add_parser(
         "augment",
@@ -67,13 +67,11 @@ def add_augment(experiments: "argparse._SubParsersAction[argparse.ArgumentParser
 
 
 def _run_augment(options: argparse.Namespace) -> int:
-    from inloop.lab.augment_settings import PRESETS, AugmentSettings, refuse_idle_options, with_augment_defaults
-    from inloop.lab.augmentation import AugmentExperiment, choose_images
-    from inloop.lab.datasets import load_data
-    from inloop.lab.display import RunDisplay, print_augment
-    from inloop.lab.run_folder import RunFolder
-    from inloop.lab.seeds import train_to_end
-    from inloop.lab.summary import summarise_augment
+    from inloop.lab.augmentation.experiment import AugmentExperiment, choose_images
+    from inloop.lab.augmentation.settings import PRESETS, AugmentSettings, refuse_idle_options, with_augment_defaults
+    from inloop.lab.augmentation.show import print_augment, summarise_augment
+    from inloop.lab.data.named import load_data
+    from inloop.lab.runs.folder import RunFolder
 
     check_seeds(options)
     given = {field.name: getattr(options, field.name, None) for field in fields(AugmentSettings)}
@@ -92,11 +90,10 @@ def _run_augment(options: argparse.Namespace) -> int:
         AugmentSettings().as_dict(),
     )
     folder.keep_samples(data.train_x[:8])
-    with RunDisplay(f"{settings.network} {settings.augment}", options.seeds, settings.epochs) as display:
-        results = [
-            train_to_end(lambda seed=seed: AugmentExperiment(settings, data, seed), folder.seed(seed), display.show)  # type: ignore[misc]
-            for seed in range(options.seeds)
-        ]
+    title = f"{settings.network} {settings.augment}"
+    results = train_seeds(
+        lambda seed: AugmentExperiment(settings, data, seed), folder, title, options.seeds, settings.epochs
+    )
     if options.json:
         print(json.dumps(summarise_augment(results), allow_nan=False))
     else:

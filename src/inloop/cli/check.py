@@ -25,7 +25,7 @@ def _check(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from inloop.checking import check
-    from inloop.lab.check_table import print_check
+    from inloop.cli.check_table import print_check
 
     made = _function(options.target)()
     if not isinstance(made, tuple) or len(made) != 3:

@@ -1,9 +1,16 @@
 """What all experiments have in common on the command line."""
 
 import argparse
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from inloop.errors import UsageError
+
+if TYPE_CHECKING:  # the lab is imported by the command that needs it
+    from inloop.lab.runs.folder import RunFolder
+    from inloop.lab.runs.seed import Experiment
 
 DATA_HELP = (
     "default: digits. PATH: an .npz with uint8 images x [N, C, H, W] or [N, H, W, C] and labels y, perhaps test_x and test_y; or a folder "
@@ -21,3 +28,14 @@ def add_run_options(parser: argparse.ArgumentParser, seeds: int) -> None:
 def check_seeds(options: argparse.Namespace) -> None:
     if options.seeds < 1:
         raise UsageError(f"--seeds {options.seeds}: allowed are whole numbers from 1.")
+
+
+def train_seeds(
+    make: "Callable[[int], Experiment]", folder: "RunFolder", title: str, num_seeds: int, epochs: int
+) -> list[dict[str, Any]]:
+    """The result of each seed, with a live display of those that are still to be trained."""
+    from inloop.lab.runs.display import RunDisplay
+    from inloop.lab.runs.seed import train_to_end
+
+    with RunDisplay(title, num_seeds, epochs) as display:
+        return [train_to_end(partial(make, seed), folder.seed(seed), display.show) for seed in range(num_seeds)]

@@ -6,13 +6,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import get_args
 
-from inloop.cli.run_options import DATA_HELP, add_run_options, check_seeds
+from inloop.cli.run_options import DATA_HELP, add_run_options, check_seeds, train_seeds
 
 
 def add_splits(experiments: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    from inloop.lab.networks import NETWORKS
-    from inloop.lab.noise import Noise
-    from inloop.lab.split_settings import OptimizerName, ReferenceName, RewardName
+    from inloop.lab.networks.small import NETWORKS
+    from inloop.lab.splits.noise import Noise
+    from inloop.lab.splits.settings import OptimizerName, ReferenceName, RewardName
 
     splits = experiments.add_parser(
         "splits",
@@ -36,13 +36,12 @@ def add_splits(experiments: "argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _run_splits(options: argparse.Namespace) -> int:
-    from inloop.lab.datasets import load_data
-    from inloop.lab.display import RunDisplay, print_splits
-    from inloop.lab.noise import check_splits
-    from inloop.lab.run_folder import RunFolder
-    from inloop.lab.split_settings import SplitSettings, with_defaults
-    from inloop.lab.splits import run_seed
-    from inloop.lab.summary import summarise_seeds
+    from inloop.lab.data.named import load_data
+    from inloop.lab.runs.folder import RunFolder
+    from inloop.lab.splits.experiment import SplitExperiment
+    from inloop.lab.splits.noise import check_splits
+    from inloop.lab.splits.settings import SplitSettings, with_defaults
+    from inloop.lab.splits.show import print_splits, summarise_splits
 
     check_seeds(options)
     data = load_data(options.data)
@@ -53,10 +52,12 @@ def _run_splits(options: argparse.Namespace) -> int:
     folder = RunFolder(
         out, "splits", settings.as_dict() | {"data_digest": data.digest()}, options.restart, SplitSettings().as_dict()
     )
-    with RunDisplay(f"{settings.network} {settings.reward}", options.seeds, settings.epochs) as display:
-        results = [run_seed(settings, data, seed, folder.seed(seed), display.show) for seed in range(options.seeds)]
+    title = f"{settings.network} {settings.reward}"
+    results = train_seeds(
+        lambda seed: SplitExperiment(settings, data, seed), folder, title, options.seeds, settings.epochs
+    )
     if options.json:
-        print(json.dumps(summarise_seeds(results), allow_nan=False))
+        print(json.dumps(summarise_splits(results), allow_nan=False))
     else:
         print_splits(results, settings, out)
     return 0

@@ -1,14 +1,15 @@
 """Bits of HTML for reports: a page that needs no other file, tables, figures."""
 
+import io
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from inloop.atomic_files import write_atomically
-from inloop.lab.figures import as_svg
 
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 60rem; margin: 0 auto; padding: 1rem; }
@@ -47,3 +48,12 @@ def html_figure(figure: Figure, path: Path) -> str:
 
 def note(text: str) -> str:
     return f'<p class="note">{escape(text)}</p>'
+
+
+def as_svg(figure: Figure) -> str:
+    """The figure as SVG without a date or random ids, so that the same numbers give the same file."""
+    buffer = io.StringIO()
+    with mpl.rc_context({"svg.hashsalt": "inloop", "svg.fonttype": "none"}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]

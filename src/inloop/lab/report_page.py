@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from inloop.atomic_files import write_atomically
-from inloop.lab.augment_report import augment_sections
+from inloop.lab.augmentation.report import augment_sections
 from inloop.lab.html import html_page
-from inloop.lab.run_folder import RunFolderError
-from inloop.lab.split_report import split_sections
+from inloop.lab.runs.folder import RunFolderError
+from inloop.lab.splits.report import split_sections
 
 
 def write_report(folder: Path) -> Path:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from inloop.atomic_files import write_atomically
 from inloop.errors import UsageError
-from inloop.lab.figures import as_svg
+from inloop.lab.html import as_svg
 
 _OURS, _OTHERS = "#0b6e99", "#b0b0b0"
 _WIDE = 20  # a ratio above which a linear axis hides all others

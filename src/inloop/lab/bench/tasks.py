@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from inloop.errors import UsageError
-from inloop.lab.bench.transformers import gpt, vit_tiny
-from inloop.lab.wide_resnet import make_wide_resnet
+from inloop.lab.networks.transformers import gpt, vit_tiny
+from inloop.lab.networks.wide_resnet import make_wide_resnet
 
 
 @dataclass(frozen=True)

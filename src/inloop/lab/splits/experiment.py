@@ -4,7 +4,6 @@ The *area* of split k (Table 1) is (K - 1) times the trapezoid mean over epochs 
 epoch: uniform sampling gives (K - 1) / K, never using a split 0, and no split can have more than 1 (inverted softmax).
 """
 
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -13,12 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from inloop.alignment.plan import LayerFilter
-from inloop.lab.image_data import ImageData, to_input
-from inloop.lab.networks import make_network
-from inloop.lab.noise import NOISY_SPLIT, make_splits
-from inloop.lab.run_folder import SeedFolder
-from inloop.lab.seeds import Bar, Progress, no_display, train_to_end
-from inloop.lab.split_settings import SplitSettings
+from inloop.lab.data.images import ImageData, to_input
+from inloop.lab.networks.small import make_network
+from inloop.lab.runs.seed import Bar
+from inloop.lab.splits.noise import NOISY_SPLIT, make_splits
+from inloop.lab.splits.settings import SplitSettings
 from inloop.learner import InLoop
 from inloop.mixture import Mixture
 from inloop.policies import Discrete, FixedMixture, LossMixture, MixturePolicy, OnlineDataMixing
@@ -139,17 +137,6 @@ class SplitExperiment:
         self.learner.load_state_dict(state["learner"])
         self.statistics.load_state_dict(state["statistics"])
         torch.set_rng_state(state["torch"])
-
-
-def run_seed(
-    settings: SplitSettings,
-    data: ImageData,
-    seed: int,
-    folder: SeedFolder | None = None,
-    show: Callable[[Progress], None] = no_display,
-) -> dict[str, Any]:
-    """Train one seed to the end, from where ``folder`` left off, and return its result."""
-    return train_to_end(lambda: SplitExperiment(settings, data, seed), folder, show)
 
 
 def hold_out(data: ImageData, batch: int) -> tuple[tuple[Tensor, Tensor], ImageData]:

@@ -7,7 +7,7 @@ from typing import Any, Protocol, cast
 
 from torch.utils._pytree import tree_map_only
 
-from inloop.lab.run_folder import SeedFolder
+from inloop.lab.runs.folder import SeedFolder
 
 
 @dataclass(frozen=True)

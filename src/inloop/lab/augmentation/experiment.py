@@ -25,11 +25,11 @@ from inloop.augment import (
     apply,
 )
 from inloop.errors import UsageError
-from inloop.lab.augment_settings import SEARCHES_A_SPACE, AugmentSettings
-from inloop.lab.image_data import ImageData
-from inloop.lab.image_pipeline import StandardPipeline, normalise_images
-from inloop.lab.seeds import Bar
-from inloop.lab.wide_resnet import make_wide_resnet
+from inloop.lab.augmentation.pipeline import StandardPipeline, normalise_images
+from inloop.lab.augmentation.settings import SEARCHES_A_SPACE, AugmentSettings
+from inloop.lab.data.images import ImageData
+from inloop.lab.networks.wide_resnet import make_wide_resnet
+from inloop.lab.runs.seed import Bar
 from inloop.learner import InLoop
 
 SNAPSHOTS = 8  # how many times a run records its policy whole

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from inloop.augment import SPACES
-from inloop.lab.augment_figures import policy_over_time, sample_sheets, strengths_at_snapshots
-from inloop.lab.augment_settings import OLA_OPTIONS, SEARCHES_A_SPACE, AugmentSettings, with_augment_defaults
-from inloop.lab.finished_runs import FinishedRun, read_runs
+from inloop.lab.augmentation.figures import policy_over_time, sample_sheets, strengths_at_snapshots
+from inloop.lab.augmentation.settings import OLA_OPTIONS, SEARCHES_A_SPACE, AugmentSettings, with_augment_defaults
 from inloop.lab.html import html_figure, html_table, note
-from inloop.lab.summary import mean_and_interval, show_interval
+from inloop.lab.runs.finished import FinishedRun, read_runs
+from inloop.lab.runs.summary import mean_and_interval, show_interval
 
 # Table 2 of the paper: test accuracy and the half width of its 95% interval, in per cent, WRN-28-10, 5 seeds.
 PAPER: dict[tuple[str, str, str | None], tuple[float, float | None]] = {

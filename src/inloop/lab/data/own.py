@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inloop.lab.image_data import DataError, ImageData
+from inloop.lab.data.images import DataError, ImageData
 
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff"}
 _TEST_SHARE = 0.15

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from inloop.lab.cifar import CIFAR10, CIFAR100, load_cifar
-from inloop.lab.digits import digits
-from inloop.lab.image_data import ImageData
-from inloop.lab.own_data import load_own
+from inloop.lab.data.cifar import CIFAR10, CIFAR100, load_cifar
+from inloop.lab.data.digits import digits
+from inloop.lab.data.images import ImageData
+from inloop.lab.data.own import load_own
 
 
 def load_data(name: str) -> ImageData:

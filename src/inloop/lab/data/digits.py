@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inloop.lab.image_data import ImageData, to_input
+from inloop.lab.data.images import ImageData, to_input
 
 
 def load_digits() -> tuple[Tensor, Tensor]:
@@ -30,6 +30,6 @@ def digits(num_test: int = 297) -> ImageData:
 
 
 def _read() -> tuple[Tensor, Tensor]:
-    with (files("inloop.lab") / "digits.npz").open("rb") as file, np.load(file) as arrays:
+    with (files("inloop.lab.data") / "digits.npz").open("rb") as file, np.load(file) as arrays:
         levels_NHW, labels_N = torch.from_numpy(arrays["images_NHW"]), torch.from_numpy(arrays["labels_N"])
     return (levels_NHW.float() * 255 / 16).round().to(torch.uint8).unsqueeze(1), labels_N.long()

@@ -1,15 +1,13 @@
 """Figures of the split experiment: the three panels of the paper's Figure 2."""
 
-import io
 from collections.abc import Sequence
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from inloop.lab.finished_runs import FinishedRun
-from inloop.lab.noise import NOISY_SPLIT
+from inloop.lab.runs.finished import FinishedRun
+from inloop.lab.splits.noise import NOISY_SPLIT
 
 NOISY_COLOUR, OTHER_COLOUR = "#c1272d", "#0b6e99"
 _REWARD_COLOURS = {
@@ -57,12 +55,3 @@ def _losses(axis: Axes, by_reward: dict[str, FinishedRun]) -> None:
         axis.plot(np.arange(1, loss_SE.shape[1] + 1), loss_SE.mean(axis=0), color=_REWARD_COLOURS[reward], label=reward)
     axis.set(title="training loss", xlabel="epoch", ylabel="cross-entropy")
     axis.legend(frameon=False)
-
-
-def as_svg(figure: Figure) -> str:
-    """The figure as SVG without a date or random ids, so that the same numbers give the same file."""
-    buffer = io.StringIO()
-    with mpl.rc_context({"svg.hashsalt": "inloop", "svg.fonttype": "none"}):
-        figure.savefig(buffer, format="svg", metadata={"Date": None})
-    text = buffer.getvalue()
-    return text[text.index("<svg") :]

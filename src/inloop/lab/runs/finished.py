@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from inloop.lab.run_folder import RunFolderError
-from inloop.lab.summary import mean_and_interval
+from inloop.lab.runs.folder import RunFolderError
+from inloop.lab.runs.summary import mean_and_interval
 
 
 @dataclass(frozen=True)

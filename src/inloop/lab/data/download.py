@@ -8,7 +8,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from inloop.lab.image_data import DataError
+from inloop.lab.data.images import DataError
 
 _BLOCK = 1 << 20
 

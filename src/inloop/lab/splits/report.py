@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from inloop.lab.figures import figure_2
-from inloop.lab.finished_runs import FinishedRun, read_runs
 from inloop.lab.html import html_figure, html_table, note
-from inloop.lab.noise import NOISY_SPLIT
-from inloop.lab.split_settings import SplitSettings, with_defaults
-from inloop.lab.summary import mean_and_interval, show_interval
+from inloop.lab.runs.finished import FinishedRun, read_runs
+from inloop.lab.runs.summary import mean_and_interval, show_interval
+from inloop.lab.splits.figures import figure_2
+from inloop.lab.splits.noise import NOISY_SPLIT
+from inloop.lab.splits.settings import SplitSettings, with_defaults
 from inloop.report import describe_collapse, effective_number, is_collapsing
 
 # Table 1 of the paper: area of the noisy split and of the others, CIFAR-10, 10 seeds.

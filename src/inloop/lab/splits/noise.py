@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from inloop.lab.image_data import DataError, ImageData
+from inloop.lab.data.images import DataError, ImageData
 
 Noise = Literal["labels", "images", "human", "none"]
 NOISY_SPLIT = 0

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from inloop.augment import SPACES
 from inloop.errors import UsageError
-from inloop.lab.wide_resnet import parse_wide_resnet
+from inloop.lab.networks.wide_resnet import parse_wide_resnet
 
 AugmentName = Literal["ola", "ua", "ra", "ta", "aa", "fast-aa", "pba", "none"]
 SEARCHES_A_SPACE = ("ola", "ua", "ra", "ta")  # the others bring their own operations

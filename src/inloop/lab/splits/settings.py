@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from inloop.errors import UsageError
-from inloop.lab.networks import NETWORKS
-from inloop.lab.noise import Noise
+from inloop.lab.networks.small import NETWORKS
+from inloop.lab.splits.noise import Noise
 
 RewardName = Literal["gar", "nslr", "none", "oracle", "loss", "exp3"]
 OptimizerName = Literal["nesterov", "sgd", "adam"]

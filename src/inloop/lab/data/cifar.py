@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inloop.lab.download import download
-from inloop.lab.image_data import DataError, ImageData
+from inloop.lab.data.download import download
+from inloop.lab.data.images import DataError, ImageData
 
 
 @dataclass(frozen=True)
