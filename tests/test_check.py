@@ -160,3 +160,26 @@ def test_the_command_for_scripts(project, capsys):
 def test_targets_that_are_none_are_refused(target, project, capsys):
     assert main(["check", target]) == 2
     assert "inloop:" in capsys.readouterr().err
+
+
+class AlwaysFloat32(nn.Module):
+    """Computes a part in float32, as the scans of some models do, and rounds what it gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.decay, self.head = nn.Parameter(torch.rand(6)), nn.Linear(6, 1)
+
+    def forward(self, x):
+        state = torch.zeros_like(x[:, 0], dtype=torch.float32)
+        for position in x.unbind(1):
+            state = torch.exp(-self.decay.float()) * state + position.float()
+        return self.head(state.to(x.dtype)).squeeze(1)
+
+
+def test_a_model_that_rounds_to_float32_is_compared_in_its_own_precision():
+    torch.manual_seed(0)
+    report = inloop.check(AlwaysFloat32(), torch.randn(4, 9, 6), lambda model, x: model(x) ** 2)
+    assert report.ok, report.problems
+    assert report.dtype == "float32"
+    assert report.num_examples == 4
+    assert any("less than float64" in text for text in report.warnings)

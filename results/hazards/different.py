@@ -44,6 +44,7 @@ class Problem:
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     steps: int
     batch: int
+    judges: range  # sources whose held-out examples are the held-out reference
 
 
 def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -67,9 +68,10 @@ def train(problem: Problem, arm: str, seed: int) -> dict:
     share = max(1, problem.batch // len(problem.sources))
 
     def held_out_loss() -> Tensor:
-        """On as many held-out examples of each source, drawn anew each time."""
-        rows = [torch.randint(len(x), (share,)) for x, _ in problem.held_out]
-        x, y = (torch.cat([s[i][r] for s, r in zip(problem.held_out, rows, strict=True)]) for i in (0, 1))
+        """On as many held-out examples of each source that may judge, drawn anew each time."""
+        sets = [problem.held_out[k] for k in problem.judges]
+        rows = [torch.randint(len(x), (share,)) for x, _ in sets]
+        x, y = (torch.cat([s[i][r] for s, r in zip(sets, rows, strict=True)]) for i in (0, 1))
         return loss_of(model, x, y)
 
     reference = held_out_loss if "held-out" in arm else "next"
@@ -116,6 +118,7 @@ def digits_problem(kind: str) -> Problem:
         make_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
         steps=600,
         batch=250,
+        judges=range(10),
     )
 
 
@@ -141,6 +144,7 @@ def text_problem(folder: Path, length: int = 64) -> Problem:
         make_optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=2e-3),
         steps=1000,
         batch=72,
+        judges=range(1, len(names)),  # not the bytes in random order
     )
 
 

@@ -21,7 +21,7 @@ def add_augment(experiments: "argparse._SubParsersAction[argparse.ArgumentParser
     augment = experiments.add_parser(
         "augment",
         help="train with learned, or with fixed, image augmentation",
-        description="The paper's section 5.2: the augmentation policy is learned in the training run itself (ola), or is a fixed one. "
+        description="The paper's augmentation experiment: the augmentation policy is learned in the training run itself (ola), or is a fixed one. "
         "The same command again continues an interrupted run.",
     )
     augment.add_argument("--data", metavar="digits|cifar10|cifar100|PATH", help=DATA_HELP)

@@ -4,7 +4,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from inloop.checking import Check, Row
+from inloop.checking import Check
+from inloop.comparison import Row
 
 
 def print_check(check: Check, console: Console) -> None:

@@ -17,7 +17,7 @@ def add_splits(experiments: "argparse._SubParsersAction[argparse.ArgumentParser]
     splits = experiments.add_parser(
         "splits",
         help="find the bad one of several splits of a data set while training",
-        description="The paper's section 5.1: equal splits of a data set, the first one noisy; which are learned from is learned. "
+        description="The paper's split experiment: equal splits of a data set, the first one noisy; which are learned from is learned. "
         "The same command again continues an interrupted run.",
     )
     splits.add_argument("--data", default="digits", metavar="digits|cifar10|cifar100|PATH", help=DATA_HELP)

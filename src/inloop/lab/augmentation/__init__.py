@@ -1,1 +1,1 @@
-"""The paper's section 5.2: augmentation that is learned while the network trains."""
+"""The paper's augmentation experiment: augmentation that is learned while the network trains."""

@@ -1,4 +1,4 @@
-"""The paper's section 5.2: a network trained on augmented images, and a policy that learns the augmentation meanwhile (OLA).
+"""The paper's augmentation experiment: a network trained on augmented images, and a policy that learns the augmentation meanwhile (OLA).
 
 Each image: the policy's operations on the raw pixels, random crop, flip, normalisation, Cutout. Steps with and without
 operations alternate; the latter train the network like any other, and their gradients say what the former were worth.

@@ -1,4 +1,4 @@
-"""The three small networks of the paper's section 5.1."""
+"""The three small networks of the paper's split experiment."""
 
 from collections.abc import Sequence
 

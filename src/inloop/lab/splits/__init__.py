@@ -1,1 +1,1 @@
-"""The paper's section 5.1: which of several splits is bad."""
+"""The paper's split experiment: which of several splits is bad."""

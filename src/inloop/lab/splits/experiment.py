@@ -1,4 +1,4 @@
-"""The paper's section 5.1: equal splits of a data set, one of them noisy, and a policy that learns which to use.
+"""The paper's split experiment: equal splits of a data set, one of them noisy, and a policy that learns which to use.
 
 The *area* of split k (Table 1) is (K - 1) times the trapezoid mean over epochs of its probability, averaged within each
 epoch: uniform sampling gives (K - 1) / K, never using a split 0, and no split can have more than 1 (inverted softmax).

@@ -1,0 +1,43 @@
+"""Writes the page on the command line from what `inloop COMMAND --help` prints.
+
+python docs/command_help.py
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+COMMANDS = ("run splits", "run augment", "report", "bench", "check")
+HEAD = """# The command line
+
+`pip install "inloop[cli]"` adds the command `inloop`. Long work shows its progress; the same command again continues an interrupted run and
+does not redo what is finished (`--restart` begins anew); Ctrl-C exits with code 130 and everything saved. `--json` prints one JSON object and
+nothing else. Exit codes: 0; 1 for a failure; 2 for wrong usage. What follows is what `--help` prints.
+"""
+
+
+def help_of(command: str, parser: argparse.ArgumentParser) -> str:
+    for word in command.split():
+        (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+        parser = commands.choices[word]
+    return parser.format_help()
+
+
+def page() -> str:
+    os.environ["COLUMNS"] = "100"
+    os.environ["NO_COLOR"] = "1"
+    from inloop.cli import _parser
+
+    parts = [f"## inloop {command}\n\n```text\n{help_of(command, _parser())}```\n" for command in COMMANDS]
+    return "\n".join([HEAD, *parts])
+
+
+def write_page(path: Path) -> None:
+    """Only if it has changed, so that nothing is built anew in vain."""
+    text = page()
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+
+
+if __name__ == "__main__":
+    write_page(Path(__file__).parent / "command-line.md")

@@ -1,0 +1,36 @@
+"""The documentation site: MyST pages, and a reference made of the docstrings. `make docs` builds it, with warnings as errors."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # for the page of commands
+
+from command_help import write_page
+
+import inloop
+
+project = "inloop"
+author = "The inloop developers"
+copyright = author  # noqa: A001
+release = version = inloop.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+autodoc_default_options = {"members": True, "show-inheritance": False}
+python_use_unqualified_type_names = True
+napoleon_numpy_docstring = False
+
+html_theme = "furo"
+html_title = "inloop"
+html_static_path = ["_static"]
+html_css_files = ["page.css"]
+html_show_sphinx = False
+html_copy_source = False
+
+write_page(Path(__file__).parent / "command-line.md")
