@@ -10,7 +10,7 @@ import argparse
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from inloop.lab.data import load_digits
 from inloop.metagradient import MetaGradient
@@ -19,16 +19,16 @@ from inloop.metagradient import MetaGradient
 class ExampleWeights(nn.Module):
     """φ: one logit for each training example. Weights have mean one in a batch: they can only be taken from others."""
 
-    def __init__(self, num_examples):
+    def __init__(self, num_examples: int) -> None:
         super().__init__()
         self.logits = nn.Parameter(torch.zeros(num_examples))
 
-    def forward(self, index_N):
+    def forward(self, index_N: Tensor) -> Tensor:
         weights_N = torch.sigmoid(self.logits[index_N])
         return weights_N / weights_N.mean()
 
 
-def main(steps=400, seed=0):
+def main(steps: int = 400, seed: int = 0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
     images, labels = load_digits()
@@ -43,9 +43,11 @@ def main(steps=400, seed=0):
     for _ in range(steps):
         index = torch.randint(0, len(labels), (256,), generator=generator)
 
-        def loss_function(meta, index=index):
+        def loss_function(meta: nn.Module | None, index: Tensor = index) -> Tensor:
+            assert meta is not None  # there are no steps without φ
             losses = F.cross_entropy(model(images[index]), labels[index], reduction="none")
-            return (meta(index) * losses).mean()
+            weighted: Tensor = meta(index) * losses
+            return weighted.mean()
 
         learner.step(loss_function)  # in place of loss.backward()
         optimizer.step()

@@ -7,15 +7,16 @@ import argparse
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import inloop
 from inloop.lab.data import load_digits
 
 NUM_SOURCES, NOISY = 10, 3
+Source = tuple[Tensor, Tensor]
 
 
-def make_sources(generator):
+def make_sources(generator: torch.Generator) -> tuple[list[Source], Source]:
     """Split the training digits into ten; the labels of one part are replaced by uniform noise."""
     images, labels = load_digits()
     order = torch.randperm(len(images), generator=generator)
@@ -27,12 +28,12 @@ def make_sources(generator):
     return sources, (images[test], labels[test])
 
 
-def show(step, probabilities):
+def show(step: int, probabilities: Tensor) -> None:
     bars = "  ".join(f"{p:.3f}{'*' if k == NOISY else ' '}" for k, p in enumerate(probabilities.tolist()))
     print(f"step {step:4d}   {bars}")
 
 
-def main(steps=300, seed=0):
+def main(steps: int = 300, seed: int = 0) -> Tensor:
     torch.manual_seed(seed)
     sources, (test_x, test_y) = make_sources(torch.Generator().manual_seed(seed))
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 100), nn.BatchNorm1d(100), nn.ReLU(), nn.Linear(100, 10))
@@ -45,8 +46,7 @@ def main(steps=300, seed=0):
     print(f"share of each source (source {NOISY}, marked *, has random labels)")
     show(0, policy.probabilities())
     for step in range(1, steps + 1):
-        actions = learner.sample(256)
-        x, y = mixture.draw(actions)
+        x, y = mixture.draw(learner.sample(256))
         loss = F.cross_entropy(model(x), y)
         loss.backward()
         learner.step(loss)

@@ -11,7 +11,7 @@ import argparse
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from inloop.lab.data import load_digits
 from inloop.metagradient import MetaGradient
@@ -20,19 +20,19 @@ from inloop.metagradient import MetaGradient
 class Smoothing(nn.Module):
     """φ: the share of the target that is spread evenly over the classes, between 0 and 1."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.logit = nn.Parameter(torch.tensor(-2.0))
 
-    def share(self):
+    def share(self) -> Tensor:
         return torch.sigmoid(self.logit)
 
-    def forward(self, logits, labels):
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
         log_p = F.log_softmax(logits, dim=1)
         return (1 - self.share()) * F.nll_loss(log_p, labels) - self.share() * log_p.mean()
 
 
-def learned_smoothing(share_wrong, steps, seed):
+def learned_smoothing(share_wrong: float, steps: int, seed: int) -> float:
     generator = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
     images, labels = load_digits()
@@ -52,9 +52,10 @@ def learned_smoothing(share_wrong, steps, seed):
     for _ in range(steps):
         index = torch.randint(0, len(labels), (256,), generator=generator)
 
-        def loss_function(meta, index=index):
+        def loss_function(meta: nn.Module | None, index: Tensor = index) -> Tensor:
             logits = model(images[index])
-            return F.cross_entropy(logits, labels[index]) if meta is None else meta(logits, labels[index])
+            loss: Tensor = F.cross_entropy(logits, labels[index]) if meta is None else meta(logits, labels[index])
+            return loss
 
         learner.step(loss_function)
         optimizer.step()
@@ -62,7 +63,7 @@ def learned_smoothing(share_wrong, steps, seed):
     return float(smoothing.share().detach())
 
 
-def main(steps=600, seed=0):
+def main(steps: int = 600, seed: int = 0) -> tuple[float, float]:
     clean, noisy = (learned_smoothing(share_wrong, steps, seed) for share_wrong in (0.0, 0.33))
     print(f"learned smoothing: {clean:.3f} with clean labels, {noisy:.3f} with a third of them wrong (start: 0.119)")
     return clean, noisy

@@ -7,20 +7,20 @@ import argparse
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import inloop
 from inloop import augment
 from inloop.lab.data import digits
 
 
-def blot(images, share_N):
+def blot(images: Tensor, share_N: Tensor) -> Tensor:
     """An operation of one's own: everything above a line turns black; at full strength all."""
     rows = torch.arange(images.shape[2]).view(1, 1, -1, 1)
     return images * (rows >= (share_N * images.shape[2]).ceil().view(-1, 1, 1, 1))
 
 
-def main(steps=600, seed=0):
+def main(steps: int = 600, seed: int = 0) -> dict[str, float]:
     torch.manual_seed(seed)
     data = digits()
     augment.register_operation("blot", blot, magnitudes=(0.5, 1.0))

@@ -9,29 +9,23 @@ import tempfile
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 
 import inloop
-from inloop.lab.data import load_digits
+from inloop.lab.data import digit_sources
 
 BAD, ACCUMULATE = 1, 2
 
 
-def make_sources():
-    images, labels = load_digits()
-    sources = list(zip(images.chunk(5), labels.chunk(5), strict=True))
-    sources[BAD] = sources[BAD][0], torch.randint(10, sources[BAD][1].shape)
-    return sources
-
-
-def main(steps=200, folder=None, resume=False):
+def main(steps: int = 200, folder: str | None = None, resume: bool = False) -> Tensor:
     torch.manual_seed(0)
     accelerator = Accelerator(gradient_accumulation_steps=ACCUMULATE, cpu=True)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 100), nn.ReLU(), nn.Linear(100, 10))
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
-    mixture = inloop.Mixture(make_sources())
-    learner = inloop.InLoop(model, inloop.MixturePolicy(5), accumulate=5)
+    mixture = inloop.Mixture(digit_sources(5, BAD))
+    policy = inloop.MixturePolicy(5)
+    learner = inloop.InLoop(model, policy, accumulate=5)
     loader = mixture.loader(learner, 64, num_steps=steps * ACCUMULATE, micro_batches=ACCUMULATE)
     accelerator.register_for_checkpointing(learner, loader)
     if resume:
@@ -48,11 +42,8 @@ def main(steps=200, folder=None, resume=False):
             optimizer.zero_grad()
         if folder is not None and accelerator.sync_gradients and learner.num_steps == steps // 2 and not resume:
             accelerator.save_state(folder)
-    shares = learner.policy.probabilities()
-    print(
-        "shares of the sources:", ", ".join(f"{p:.2f}{'*' if k == BAD else ''}" for k, p in enumerate(shares.tolist()))
-    )
-    return shares
+    print(f"shares of the sources: {policy.probabilities()}; source {BAD} has random labels")
+    return policy.probabilities()
 
 
 if __name__ == "__main__":

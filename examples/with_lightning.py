@@ -8,11 +8,11 @@ import argparse
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import inloop
 from inloop.integrations.lightning import InLoopCallback, MixtureDataModule
-from inloop.lab.data import load_digits
+from inloop.lab.data import digit_sources
 
 BAD = 1
 
@@ -20,31 +20,26 @@ BAD = 1
 class Classifier(pl.LightningModule):
     """An ordinary LightningModule: it knows nothing of the mixture."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Flatten(), nn.Linear(64, 100), nn.ReLU(), nn.Linear(100, 10))
 
-    def forward(self, x):
-        return self.net(x)
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.net(x)
+        return logits
 
-    def training_step(self, batch, batch_idx):
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         x, y = batch
         return F.cross_entropy(self(x), y)
 
-    def configure_optimizers(self):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def make_sources():
-    images, labels = load_digits()
-    sources = list(zip(images.chunk(5), labels.chunk(5), strict=True))
-    sources[BAD] = sources[BAD][0], torch.randint(10, sources[BAD][1].shape)
-    return sources
-
-
-def main(steps=200):
+def main(steps: int = 200) -> Tensor:
     pl.seed_everything(0, verbose=False)
-    data = MixtureDataModule(inloop.Mixture(make_sources()), batch_size=128, batches_per_epoch=50)
+    mixture, policy = inloop.Mixture(digit_sources(5, BAD)), inloop.MixturePolicy(5)
+    data = MixtureDataModule(mixture, batch_size=128, batches_per_epoch=50, policy=policy)
     callback = InLoopCallback(data, accumulate=5)
     trainer = pl.Trainer(
         callbacks=[callback],
@@ -57,11 +52,8 @@ def main(steps=200):
         enable_model_summary=False,
     )
     trainer.fit(Classifier(), data)
-    shares = data.driver.policy.probabilities()
-    print(
-        "shares of the sources:", ", ".join(f"{p:.2f}{'*' if k == BAD else ''}" for k, p in enumerate(shares.tolist()))
-    )
-    return shares
+    print(f"shares of the sources: {policy.probabilities()}; source {BAD} has random labels")
+    return policy.probabilities()
 
 
 if __name__ == "__main__":

@@ -18,49 +18,44 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 import inloop
-from inloop.lab.data import load_digits
+from inloop.lab.data import digit_sources
 
 BAD, GLOBAL_BATCH = 1, 128
 WHOLE = StateDictOptions(full_state_dict=True)
 
 
-def make_sources():
-    images, labels = load_digits()
-    sources = list(zip(images.chunk(5), labels.chunk(5), strict=True))
-    noise = torch.Generator().manual_seed(0)
-    sources[BAD] = sources[BAD][0], torch.randint(10, sources[BAD][1].shape, generator=noise)
-    return sources
-
-
-def make_model(shard):
+def make_model(shard: bool) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 100), nn.ReLU(), nn.Linear(100, 10))
     if not shard:
         return DistributedDataParallel(model)
-    for layer in (model[1], model[3]):
-        fully_shard(layer)
-    return fully_shard(model)
+    for part in (model[1], model[3], model):
+        fully_shard(part)
+    return model
 
 
-def join_others():
+def join_others() -> None:
     """As init_process_group("gloo"), but a new attempt does not look for the processes of the one before, which are gone."""
-    store, rank, world_size = next(dist.rendezvous("env://"))
-    attempt = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    store, rank, world_size = next(rendezvous("env://"))
+    attempt = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     timeout = timedelta(seconds=60)
     dist.init_process_group("gloo", store=attempt, rank=rank, world_size=world_size, timeout=timeout)
 
 
-def main(out, steps=200, shard=False, die_at=None):
+def main(out: str, steps: int = 200, shard: bool = False, die_at: int | None = None) -> None:
     join_others()
     first = dist.get_rank() == 0
     model = make_model(shard)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    mixture = inloop.Mixture(make_sources())
-    learner = inloop.InLoop(model, inloop.MixturePolicy(5), accumulate=5)
+    mixture = inloop.Mixture(digit_sources(5, BAD))
+    policy = inloop.MixturePolicy(5)
+    learner = inloop.InLoop(model, policy, accumulate=5)
     loader = mixture.loader(learner, GLOBAL_BATCH // dist.get_world_size(), num_steps=steps)
     checkpoints = inloop.Checkpoints(out)
     if (found := checkpoints.load()) is not None:
@@ -90,8 +85,7 @@ def main(out, steps=200, shard=False, die_at=None):
         if learner.num_steps == die_at and dist.get_rank() == dist.get_world_size() - 1:
             os._exit(1)  # to see what happens
     if first:
-        shares = enumerate(learner.policy.probabilities().tolist())
-        print("shares of the sources:", ", ".join(f"{p:.3f}{'*' if k == BAD else ''}" for k, p in shares), flush=True)
+        print(f"shares of the sources: {policy.probabilities()}; source {BAD} has random labels", flush=True)
     dist.destroy_process_group()
 
 

@@ -16,7 +16,7 @@ from inloop.integrations.transformers import MixtureTrainer
 BAD = 0
 
 
-def make_source(seed, good):
+def make_source(seed: int, good: bool) -> Dataset:
     """Sequences of 12 tokens; the label says whether the first token is larger than the last."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(2, 40, (2000, 12), generator=generator)
@@ -24,7 +24,7 @@ def make_source(seed, good):
     return Dataset.from_dict({"input_ids": ids.tolist(), "labels": labels.tolist()})
 
 
-def make_model():
+def make_model() -> BertForSequenceClassification:
     config = BertConfig(
         vocab_size=40,
         hidden_size=32,
@@ -38,7 +38,7 @@ def make_model():
     return BertForSequenceClassification(config)
 
 
-def main(steps=250, seed=0):
+def main(steps: int = 250, seed: int = 0) -> torch.Tensor:
     torch.manual_seed(seed)
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
@@ -53,13 +53,14 @@ def main(steps=250, seed=0):
             disable_tqdm=True,
         )
         mixture = inloop.Mixture([make_source(seed, good=seed != BAD) for seed in range(3)])
-        trainer = MixtureTrainer(model=make_model(), args=arguments, mixture=mixture, learner_options={"accumulate": 5})
+        policy = inloop.MixturePolicy(3)
+        options = {"accumulate": 5}
+        trainer = MixtureTrainer(
+            model=make_model(), args=arguments, mixture=mixture, policy=policy, learner_options=options
+        )
         trainer.train()
-    shares = trainer.driver.policy.probabilities()
-    print(
-        "shares of the sources:", ", ".join(f"{p:.2f}{'*' if k == BAD else ''}" for k, p in enumerate(shares.tolist()))
-    )
-    return shares
+    print(f"shares of the sources: {policy.probabilities()}; source {BAD} has random labels")
+    return policy.probabilities()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Writes the tables of the augmentation experiment, from the JSON files beside it, into README.md and results/augment/README.md.
+"""Writes the tables of the augmentation experiment, from the JSON files beside it, into the pages that have them.
 
 python results/augment/table.py
 """
@@ -82,7 +82,7 @@ def verdict() -> str:
             parts.append(f"{label.removeprefix('OLA (learned), ')}: {difference(run, 'ua-' + run['space'])}")
     return (
         f"Against UniformAugment in the same space, in points of accuracy, OLA is: {'; '.join(parts)}. So at this scale it does **not** beat "
-        "UniformAugment where all operations help, and does where many harm; why is in [results/augment/](results/augment/)."
+        "UniformAugment where all operations help, and does where many harm; why is in [results](../results/augment.md)."
     )
 
 
@@ -245,7 +245,7 @@ def harmful_in_brief() -> str:
     return (
         "On the digits, operations that harm (erasing the image, turning it upside down) are kept with a probability of at most 0.1, and less "
         f"than every benign one, in 5 of 5 seeds with: {'; '.join(passed)}. The paper's own way does so in most seeds, not in all. What else "
-        "matters, and that benign operations fade, too, is in [results/augment/](results/augment/)."
+        "matters, and that benign operations fade, too, is in [results](../results/augment.md)."
     )
 
 
@@ -270,8 +270,8 @@ def in_full() -> str:
 
 
 def pages() -> dict[Path, str]:
-    """What the two pages should be."""
-    contents = {ROOT / "README.md": in_brief(), HERE / "README.md": in_full()}
+    """What the pages should be."""
+    contents = {ROOT / "docs" / "guides" / "learn-augmentation.md": in_brief(), HERE / "README.md": in_full()}
     return {path: with_block(path.read_text(), COMMAND, content) for path, content in contents.items()}
 
 

@@ -1,4 +1,4 @@
-"""Writes what `run.sh` measured as tables: README.md here, and a part of the project's README.
+"""Writes what `run.sh` measured as tables: README.md here, the project's README, and the page on cost.
 
 python results/cost/table.py
 """
@@ -99,15 +99,22 @@ def checkpointing() -> str:
     return "\n".join([note, "", "| | time | memory | peak MB |", "|---|---|---|---|", *lines])
 
 
-def in_brief() -> str:
+def all_modes() -> str:
     rows, _ = read("bench.json")
     return table(rows, (*OURS, *OTHERS))
+
+
+def in_brief() -> str:
+    """The models that people know, and one mode of each kind."""
+    rows, _ = read("bench.json")
+    known = {key: row for key, row in rows.items() if key[0] in ("wrn-16-4", "wrn-28-10", "vit-tiny", "gpt-6")}
+    return table(known, ("gar", "gar-part", "gar-half", "vmap", "opacus", "metagradient", "higher"))
 
 
 def in_full() -> str:
     rows, skipped = read("bench.json")
     parts = {
-        "All modes: time / memory, as ratios to plain training": in_brief(),
+        "All modes: time / memory, as ratios to plain training": all_modes(),
         "How many times less time `gar` adds than `metagradient`": added_time(rows),
         "Spread": spread(rows),
         'What `retain="half"` does to rewards': half_error(),
@@ -119,8 +126,12 @@ def in_full() -> str:
 
 
 def pages() -> dict[Path, str]:
-    """What the two pages should be."""
-    contents = {PROJECT / "README.md": in_brief(), HERE / "README.md": in_full()}
+    """What the pages should be."""
+    contents = {
+        PROJECT / "README.md": in_brief(),
+        PROJECT / "docs" / "cost.md": all_modes(),
+        HERE / "README.md": in_full(),
+    }
     return {path: with_block(path.read_text(), COMMAND, content) for path, content in contents.items()}
 
 

@@ -1,4 +1,4 @@
-"""Writes the tables of the split experiment, from the JSON files beside it, into README.md and results/splits/README.md.
+"""Writes the tables of the split experiment, from the JSON files beside it, into the pages that have them, and the README's figure.
 
 python results/splits/table.py
 """
@@ -6,8 +6,11 @@ python results/splits/table.py
 import json
 from pathlib import Path
 
+from inloop.lab.html import as_svg
 from inloop.lab.page_block import with_block
+from inloop.lab.runs.finished import FinishedRun
 from inloop.lab.runs.summary import mean_and_interval, show_interval
+from inloop.lab.splits.figures import figure_2
 from inloop.lab.splits.report import PAPER
 
 COMMAND = "python results/splits/table.py"
@@ -54,8 +57,34 @@ def main_table() -> str:
     return table([*rows, linear])
 
 
+def in_brief() -> str:
+    """One network, and what the simple ways do to it."""
+    labels = {
+        "gar": "learned by gradient alignment (`gar`)",
+        "none": "uniform",
+        "nslr": "learned by the next loss (`nslr`)",
+        "loss": "softmax of the losses",
+        "exp3": "bandit on the losses (Exp3)",
+        "oracle": "oracle: never the noisy split",
+    }
+    lines = ["| mixture | area of the noisy split | test accuracy |", "|---|---|---|"]
+    for reward, label in labels.items():
+        run = read(f"fc-bn-{reward}")
+        lines.append(f"| {label} | {interval(run, 'noisy_area')} | {interval(run, 'test_accuracy')} |")
+    return "\n".join(lines)
+
+
+def figure() -> str:
+    """The shares that GAR learns, and training losses between uniform sampling and the oracle."""
+    runs = [
+        FinishedRun(HERE, {"reward": reward, "noise": "labels"}, read(f"fc-bn-{reward}")["results"])
+        for reward in ("gar", "none", "oracle")
+    ]
+    return as_svg(figure_2(runs))
+
+
 def other_noise() -> str:
-    """What the README says of noise that is not in the paper."""
+    """What is said of noise that is not in the paper."""
     human, images = read("fc-bn-gar-human"), read("fc-bn-gar-images")
     if human is None or images is None:
         return ""
@@ -99,15 +128,18 @@ def other_tables() -> str:
 
 
 def pages() -> dict[Path, str]:
-    """What the two pages should be."""
-    readme, own = ROOT / "README.md", HERE / "README.md"
+    """What the pages should be."""
     everything = f"## Table 1 of the paper\n\n{main_table()}\n\n{nslr_moves()}\n\n{other_tables()}".rstrip()
-    return {
-        readme: with_block(readme.read_text(), COMMAND, f"{main_table()}\n\n{other_noise()}".rstrip()),
-        own: with_block(own.read_text(), COMMAND, everything),
+    contents = {
+        ROOT / "README.md": in_brief(),
+        ROOT / "docs" / "results.md": f"{in_brief()}\n\n{other_noise()}",
+        ROOT / "docs" / "guides" / "find-a-bad-source.md": main_table(),
+        HERE / "README.md": everything,
     }
+    return {path: with_block(path.read_text(), COMMAND, content) for path, content in contents.items()}
 
 
 if __name__ == "__main__":
     for path, text in pages().items():
         path.write_text(text)
+    (HERE / "shares.svg").write_text(figure())

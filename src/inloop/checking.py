@@ -145,7 +145,7 @@ def _in_float64(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
     return copy.deepcopy(model).double(), precise
 
 
-class _LowPrecision(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _LowPrecision(TorchDispatchMode):
     """Notices results in less than float64."""
 
     seen = False

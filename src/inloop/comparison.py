@@ -48,7 +48,7 @@ def compare(model: nn.Module, batch: Any, losses: Losses, options: dict[str, Any
     model.zero_grad()
     with capture(model, "sum", verify=True, **options) as tape:
         losses_N = losses(model, batch)
-        losses_N.sum().backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        losses_N.sum().backward(retain_graph=True)
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     generator = torch.Generator().manual_seed(0)
     direction = {

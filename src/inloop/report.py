@@ -1,7 +1,7 @@
 """What a learner tells about each of its steps."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ class StepReport:
     lag: int
     dropped: str | None
     num_dropped: int
-    probabilities: Tensor | dict[str, object]
+    probabilities: Tensor | Mapping[str, object]
     updated: bool = False
     reward_mean: float = math.nan
     reward_std: float = math.nan
@@ -50,7 +50,7 @@ class StepReport:
     @property
     def shares(self) -> list[float]:
         """Of the sources, if the policy is a mixture or has one called "source"; else none."""
-        p = self.probabilities.get("source") if isinstance(self.probabilities, dict) else self.probabilities
+        p = self.probabilities.get("source") if isinstance(self.probabilities, Mapping) else self.probabilities
         return p.tolist() if isinstance(p, Tensor) and p.dim() == 1 else []
 
 

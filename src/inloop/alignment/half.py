@@ -83,7 +83,7 @@ class Halves:
     def of(self, tensor: Tensor) -> Tensor | Half:
         if tensor.dtype not in (torch.float32, torch.float64):
             return tensor
-        storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        storage = StorageWeakRef(tensor.untyped_storage())
         key = (storage.cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor._version)
         if key not in self._known:
             self._known[key] = storage, Half.of(tensor.detach())

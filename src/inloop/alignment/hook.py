@@ -25,7 +25,7 @@ def not_compiled(function: Function) -> Function:
 
 @cache
 def _disabled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return cast(Callable[..., Any], torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+    return cast(Callable[..., Any], torch.compiler.disable(function))
 
 
 def _do_nothing(*_: object) -> None:

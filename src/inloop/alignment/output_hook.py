@@ -19,7 +19,7 @@ def hook_gradient(output: Tensor, write: Callable[[Tensor], object]) -> None:
         def write_all(dout: Tensor) -> None:
             write(dout)
 
-        output.register_hook(write_all)  # type: ignore[no-untyped-call]
+        output.register_hook(write_all)
         return
     size, stride, offset = output.size(), output.stride(), output.storage_offset()
     base_size, base_stride, base_offset = base.size(), base.stride(), base.storage_offset()
@@ -30,4 +30,4 @@ def hook_gradient(output: Tensor, write: Callable[[Tensor], object]) -> None:
             dbase = torch.empty_strided(base_size, base_stride, dtype=dbase.dtype, device=dbase.device).copy_(dbase)
         write(dbase.as_strided(size, stride, dbase.storage_offset() + offset - base_offset))
 
-    base.register_hook(write_part)  # type: ignore[no-untyped-call]
+    base.register_hook(write_part)

@@ -63,7 +63,7 @@ class Recorder:
             handles.append(site.module.register_forward_hook(after, prepend=True, with_kwargs=True, always_call=always))
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                handle = parameter.register_post_accumulate_grad_hook(_AfterGradient(self, name))  # type: ignore[no-untyped-call]
+                handle = parameter.register_post_accumulate_grad_hook(_AfterGradient(self, name))
                 handles.append(handle)
 
         if not any(site.rule.visit_layers and not site.name for site in plan.sites):  # the whole model is done again

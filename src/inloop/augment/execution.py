@@ -11,7 +11,6 @@ Further entries are the policy's own. The examples of a batch are grouped by pri
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,31 +18,34 @@ from torch import Tensor
 from inloop.augment.registry import STRENGTHS, Arguments, Operation, get_operation, operation_with_code
 from inloop.augment.spaces import Space, get_space
 from inloop.errors import UsageError
+from inloop.policies import Actions
 
 MOST_PIXELS = 32_767  # on a side: Pillow's fixed point, and ours, has 16 bits before the point
 
 
-def apply(images: Tensor, actions: Mapping[str, Any]) -> Tensor:
+def apply(images: Tensor, actions: Actions) -> Tensor:
     """The images, each with its operations done; new ones, the given stay as they are. No gradient flows through it.
 
     Args:
         images: uint8 [N, C, H, W] with 1 or 3 channels; for operations of your own whatever they work on, first axis N.
         actions: What a policy of ``inloop.augment`` sampled for N examples.
     """
-    missing = {"operation", "magnitude", "center"} - set(actions if isinstance(actions, Mapping) else ())
-    if missing:
+    names = ("operation", "magnitude", "center")
+    parts = {name: actions.get(name) for name in names} if isinstance(actions, Mapping) else {}
+    record = {name: part for name, part in parts.items() if isinstance(part, Tensor)}
+    if missing := set(names) - set(record):
         raise UsageError(
             f"The actions lack {', '.join(sorted(missing))}. Fix: give what an augmentation policy sampled; of the actions of a "
             "Product, its part."
         )
     _check_tensor(images)
-    operation_NR, magnitude_NR, center_NR2 = (actions[name].cpu() for name in ("operation", "magnitude", "center"))
+    operation_NR, magnitude_NR, center_NR2 = (record[name].cpu() for name in names)
     if (
         operation_NR.ndim != 2
         or magnitude_NR.shape != operation_NR.shape
         or center_NR2.shape != (*operation_NR.shape, 2)
     ):
-        shapes = ", ".join(f"{name} {list(actions[name].shape)}" for name in ("operation", "magnitude", "center"))
+        shapes = ", ".join(f"{name} {list(part.shape)}" for name, part in record.items())
         raise UsageError(f"The actions have {shapes}; expected [N, R], [N, R] and [N, R, 2], as a policy samples them.")
     if len(operation_NR) != len(images):
         raise UsageError(

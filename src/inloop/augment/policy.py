@@ -155,7 +155,7 @@ class AugmentPolicy(Policy):
         return f"space={self.space.name!r}, {len(self.space)} operations, numbers={tuple(self.numbers.tolist())}"
 
     @torch.no_grad()
-    def probabilities(self) -> dict[str, object]:
+    def probabilities(self) -> dict[str, Tensor]:
         """Of the numbers [numbers], of keeping an operation that was drawn [A], and of its strengths [A, S].
 
         Operations are drawn uniformly. Where keeping makes no difference, as for the identity, the probability wanders.

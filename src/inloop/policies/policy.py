@@ -1,6 +1,7 @@
 """The abstract policy: a distribution over choices, one choice drawn for each example."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -36,7 +37,7 @@ class Policy(nn.Module, ABC):
     def neutral(self, n: int, generator: torch.Generator | None = None) -> Actions:
         """Choices that do not depend on the policy's parameters, for the plain steps of interleaving."""
 
-    def probabilities(self) -> Tensor | dict[str, object]:
+    def probabilities(self) -> Tensor | Mapping[str, object]:
         """The distribution at present, in a form to look at."""
         return {}
 

@@ -97,7 +97,7 @@ class AugmentExperiment:
     def augmented(self, images: Tensor) -> Tensor:
         """The batch with its operations done: the learned policy's, a fixed one's, or none."""
         if self.learner is not None:
-            return apply(images, self.learner.sample(len(images)))  # type: ignore[arg-type]
+            return apply(images, self.learner.sample(len(images)))
         if self.fixed is not None:
             return apply(images, self.fixed.sample(len(images), self.choices))
         return images
@@ -123,7 +123,7 @@ class AugmentExperiment:
             group["lr"] = rate
         x = self.pipeline(self.augmented(images), self.crops)
         loss = F.cross_entropy(self.model(x), labels)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         if self.learner is not None:
             self.learner.step(loss)
         nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)

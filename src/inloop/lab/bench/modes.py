@@ -29,7 +29,7 @@ def plain(task: Task) -> Step:
     optimizer = sgd(task.model)
 
     def step() -> None:
-        task.losses(task.model(task.x)).mean().backward()  # type: ignore[no-untyped-call]
+        task.losses(task.model(task.x)).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -43,7 +43,7 @@ def gradient_alignment(task: Task, **options: Any) -> Step:
     def step() -> None:
         learner.sample(len(task.x))
         loss = task.losses(task.model(task.x)).mean()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         learner.step(loss)
         optimizer.step()
         optimizer.zero_grad()
@@ -137,14 +137,14 @@ def forward_mode(task: Task) -> Step:
     kept: list[dict[str, Tensor]] = []
 
     def step() -> None:
-        task.losses(task.model(task.x)).mean().backward()  # type: ignore[no-untyped-call]
+        task.losses(task.model(task.x)).mean().backward()
         if kept:
             buffers = {name: buffer.clone() for name, buffer in task.model.named_buffers()}
             with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), dual_level():  # the other kernels have no forward mode
                 named = zip(task.model.parameters(), kept.pop().items(), strict=True)
-                duals = {name: make_dual(value, p.grad) for p, (name, value) in named}  # type: ignore[no-untyped-call]
+                duals = {name: make_dual(value, p.grad) for p, (name, value) in named}
                 losses = task.losses(functional_call(task.model, duals | buffers, (task.x,)))
-                unpack_dual(losses)  # type: ignore[no-untyped-call]
+                unpack_dual(losses)
         kept.append({name: p.detach().clone() for name, p in task.model.named_parameters()})
         optimizer.step()
         optimizer.zero_grad()

@@ -1,5 +1,6 @@
 """Labelled images: the digits that come with the package, CIFAR, or one's own."""
 
+from inloop.lab.data.digits import digit_sources as digit_sources
 from inloop.lab.data.digits import digits as digits
 from inloop.lab.data.digits import load_digits as load_digits
 from inloop.lab.data.images import DataError as DataError

@@ -19,6 +19,15 @@ def load_digits() -> tuple[Tensor, Tensor]:
     return to_input(images), labels
 
 
+def digit_sources(num_sources: int, bad: int) -> list[tuple[Tensor, Tensor]]:
+    """The digits in so many parts, one of which has random labels, the same each time."""
+    images, labels = load_digits()
+    sources = list(zip(images.chunk(num_sources), labels.chunk(num_sources), strict=True))
+    x, y = sources[bad]
+    sources[bad] = x, torch.randint(10, y.shape, generator=torch.Generator().manual_seed(0))
+    return sources
+
+
 def digits(num_test: int = 297) -> ImageData:
     """The same as train and test images; which are which is fixed, and independent of the order of the file (by writer)."""
     images, labels = _read()

@@ -79,7 +79,7 @@ class SplitExperiment:
             x, y = self.mixture.draw(self.learner.sample(settings.batch))
             losses_N = F.cross_entropy(self.model(to_input(x)), y, reduction="none")
             loss = losses_N.mean()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             self.learner.step(loss, losses=losses_N)
             self.optimizer.step()
             self.optimizer.zero_grad()
