@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: demo test test-integrations test-slow lint format bench clean
+.PHONY: demo test test-integrations test-slow lint format docs package bench clean
 
 demo: $(INSTALLED)  ## ten sources of digits, one of them bad: find it while training, and report
 	$(BIN)/inloop run splits --seeds 5 --out runs/demo/gar
@@ -30,13 +30,20 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: $(INSTALLED)  ## the documentation site, in docs/_build/html
+	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
+
+package: $(INSTALLED)  ## wheel and sdist in dist/, and the wheel tried in an environment of its own
+	rm -rf dist && $(BIN)/python -m build --quiet
+	$(BIN)/python tests/packaging/try_wheel.py dist
+
 bench: $(INSTALLED)  ## fails if time or memory of a step has become worse than in results/cost
 	$(BIN)/inloop bench --models mlp,wrn-16-4,gpt-6 --modes gar,gar-interleaved,gar-half --against results/cost/bench.json
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,integrations]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,docs,integrations]"
 	touch $(INSTALLED)
 
 clean:
-	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv build dist docs/_build .mypy_cache .ruff_cache .pytest_cache .hypothesis

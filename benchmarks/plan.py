@@ -1,9 +1,10 @@
 """What inloop would need with models of 1B and 70B parameters: derived from their shapes, and checked on a small one that runs here.
 
-python -m benchmarks.plan [--out results/cost/plan.json]          (pip install transformers)
+    python -m benchmarks.plan          (pip install transformers)
+
+writes results/cost/plan.json, and the table of docs/scaling.md.
 """
 
-import argparse
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ import inloop
 from inloop.alignment.call import leaves_of
 from inloop.lab.page_block import with_block
 
+ROOT = Path(__file__).parents[1]
+RESULT = ROOT / "results/cost/plan.json"
 GB = 1e9
 LINK = 50e9  # bytes a second that an accelerator receives: 400 Gbit/s
 FLOPS = 400e12  # that it does in bfloat16, at best
@@ -108,7 +111,7 @@ def plan(shape: Shape, accelerators: int) -> dict[str, float | str | int]:
     }
 
 
-def main(out: Path) -> None:
+def main() -> None:
     measured = measured_per_token(SMALL)
     result = {
         "assumptions": {
@@ -125,14 +128,20 @@ def main(out: Path) -> None:
         "check": {"formula": SMALL.kept_per_token(), "measured": measured},
         "plans": [plan(shape, accelerators) for shape in LARGE for accelerators in (8, 64, 1024)],
     }
-    out.write_text(json.dumps(result, indent=1) + "\n")
-    page = Path("docs/scaling.md")
-    page.write_text(with_block(page.read_text(), "python -m benchmarks.plan", table(result["plans"])))
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    for page, text in pages().items():
+        page.write_text(text)
     print(table(result["plans"]))
 
 
+def pages() -> dict[Path, str]:
+    """What the page with the table should be."""
+    page = ROOT / "docs/scaling.md"
+    plans = json.loads(RESULT.read_text())["plans"]
+    return {page: with_block(page.read_text(), "python -m benchmarks.plan", table(plans))}
+
+
 def table(plans: list[dict[str, float | str | int]]) -> str:
-    """For docs/scaling.md."""
     lines = [
         "| model | accelerators | sequences each | tape, GB a sequence | of one block | messages, kB a step | gather, GB | gather, s | step, s |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -147,6 +156,4 @@ def table(plans: list[dict[str, float | str | int]]) -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("results/cost/plan.json"))
-    main(parser.parse_args().out)
+    main()

@@ -22,7 +22,6 @@ myst_heading_anchors = 3
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
-autodoc_default_options = {"members": True, "show-inheritance": False}
 python_use_unqualified_type_names = True
 napoleon_numpy_docstring = False
 

@@ -26,7 +26,6 @@ from inloop.atomic_files import write_atomically
 from inloop.lab.data import load_digits
 from inloop.lab.networks.transformers import Transformer
 from inloop.policies import FixedMixture
-from inloop.verdict import RewardStatistics
 
 HERE = Path(__file__).parent
 ARMS = ("uniform", "gar", "gar, softmax", "gar, softmax, floor", "gar, held-out")
@@ -64,7 +63,7 @@ def train(problem: Problem, arm: str, seed: int) -> dict:
     model = problem.make_model()
     optimizer = problem.make_optimizer(model)
     mixture, policy = inloop.Mixture(problem.sources), make_policy(arm, len(problem.sources))
-    statistics = RewardStatistics(len(problem.sources))
+    statistics = inloop.RewardStatistics(len(problem.sources))
     share = max(1, problem.batch // len(problem.sources))
 
     def held_out_loss() -> Tensor:

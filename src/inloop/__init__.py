@@ -30,4 +30,7 @@ from inloop.policies import Policy as Policy
 from inloop.policies import Product as Product
 from inloop.records import Records as Records
 
+# which source is bad
+from inloop.verdict import RewardStatistics as RewardStatistics
+
 __version__ = "0.1.0"

@@ -50,12 +50,7 @@ class _Order:
 class MixtureLoader:
     """Yields ``(actions, batch)``; the actions are then what ``learner.step(loss)`` takes for this step.
 
-    Args:
-        batch_size: Examples in each (micro-)batch; with several processes, of this one.
-        num_steps: How many batches to yield over the loader's life, which resuming continues; None for no end.
-        num_workers: Processes that fetch examples; 0 to fetch in this one.
-        prefetch: Batches on order for each worker.
-        micro_batches: Batches for each step, if gradients are accumulated (it matters with ``interleave=True`` only).
+    Made by :meth:`inloop.Mixture.loader`, which explains the arguments.
     """
 
     def __init__(
@@ -63,11 +58,10 @@ class MixtureLoader:
         mixture: Mixture,
         learner: "InLoop",
         batch_size: int,
-        *,
-        num_steps: int | None = None,
-        num_workers: int = 0,
-        prefetch: int = 2,
-        micro_batches: int = 1,
+        num_steps: int | None,
+        num_workers: int,
+        prefetch: int,
+        micro_batches: int,
     ) -> None:
         for name, value, least in (
             ("batch_size", batch_size, 1),

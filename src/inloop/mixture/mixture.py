@@ -131,14 +131,28 @@ class Mixture:
         sizes_K = torch.tensor([torch.nan if source.size is None else source.size for source in self.sources])
         return self.drawn_K / sizes_K
 
-    def loader(self, learner: "InLoop", batch_size: int, **options: Any) -> "MixtureLoader":
-        """Batches for a training loop, ``for actions, batch in mixture.loader(learner, 256, num_workers=2)``.
+    def loader(
+        self,
+        learner: "InLoop",
+        batch_size: int,
+        *,
+        num_steps: int | None = None,
+        num_workers: int = 0,
+        prefetch: int = 2,
+        micro_batches: int = 1,
+    ) -> "MixtureLoader":
+        """Batches for a training loop: ``for actions, batch in mixture.loader(learner, 256, num_workers=2)``.
 
-        See :class:`inloop.mixture.loader.MixtureLoader` for the options.
+        Args:
+            batch_size: Examples in each (micro-)batch; with several processes, of this one.
+            num_steps: How many batches to yield over the loader's life, which resuming continues; None for no end.
+            num_workers: Processes that fetch examples; 0 to fetch in this one.
+            prefetch: Batches on order for each worker.
+            micro_batches: Batches for each step, if gradients are accumulated (it matters with ``interleave=True`` only).
         """
         from inloop.mixture.loader import MixtureLoader
 
-        return MixtureLoader(self, learner, batch_size, **options)
+        return MixtureLoader(self, learner, batch_size, num_steps, num_workers, prefetch, micro_batches)
 
     def state_dict(self) -> dict[str, Any]:
         return {
