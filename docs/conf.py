@@ -26,6 +26,8 @@ python_use_unqualified_type_names = True
 napoleon_numpy_docstring = False
 
 html_theme = "furo"
+pygments_style = "sphinx"  # shows what a diff adds and removes
+pygments_dark_style = "monokai"
 html_title = "inloop"
 html_static_path = ["_static"]
 html_css_files = ["page.css"]

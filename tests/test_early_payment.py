@@ -12,6 +12,7 @@ import inloop
 from inloop.alignment import capture, gradients_of
 from inloop.alignment.capture import make_recorder
 from inloop.errors import UsageError
+from inloop.pending import Pending
 
 
 def make_model(seed=0):
@@ -64,7 +65,7 @@ def rewards(loop):
 def late(monkeypatch, **options):
     """The same run, in which a step is paid only when learner.step is called."""
     with monkeypatch.context() as patch:
-        patch.setattr(inloop.InLoop, "_begin_payment", lambda self: None)
+        patch.setattr(Pending, "align_early", lambda self: None)
         return Loop(**options).train(6)
 
 
@@ -83,7 +84,7 @@ def test_interleaved_steps_are_paid_early_too(monkeypatch):
 
 def test_the_tape_shrinks_during_the_backward_pass():
     loop = Loop().train(3)
-    tape, sizes = loop.learner._pending.step.tape, []
+    tape, sizes = loop.learner._pending.tape, []
     for parameter in loop.model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda _: sizes.append(len(tape.calls)))
     loop.learner.sample(6)

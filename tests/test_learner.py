@@ -385,7 +385,7 @@ def test_a_step_that_is_not_finite_is_dropped_counted_and_logged(what, caplog):
     assert report.dropped == {"loss": "the loss is nan", "gradient": "the gradient of '0.weight' is not finite"}[what]
     assert report.dropped in caplog.text
     assert torch.equal(run.policy.scores, before)
-    assert run.learner._pending is None
+    assert run.learner._pending.step is None
     assert not run.step().paid  # there is nothing left to pay
     assert run.step().updated
     assert run.policy.scores.isfinite().all()
@@ -467,7 +467,7 @@ def test_an_overwritten_batch_leaves_no_half_updated_policy():
         run.step()
     assert torch.equal(run.policy.scores, before[1])
     assert run.learner.updater.state_dict()["steps"] == before[0]["steps"]
-    assert run.learner._pending is None
+    assert run.learner._pending.step is None
     run.optimizer.zero_grad()
     run.train(2)
     assert run.reports[-1].paid
@@ -644,7 +644,7 @@ def test_close_takes_everything_off():
     assert num_hooks(run.model) == 2
     run.learner.close()
     assert num_hooks(run.model) == 0
-    assert run.learner._pending is None
+    assert run.learner._pending.step is None
     with InLoop(run.model, MixturePolicy(4)):
         assert num_hooks(run.model) > 0
     assert num_hooks(run.model) == 0
@@ -697,7 +697,7 @@ def test_evaluation_between_steps_leaves_no_trace():
 
 def test_the_tape_is_freed_when_it_is_paid():
     run = Run().train(2)
-    tape = run.learner._pending.step.tape
+    tape = run.learner._pending.tape
     assert tape.calls
     run.step()
     assert tape.calls == []
@@ -836,8 +836,8 @@ def test_a_pending_step_survives_with_every_kind_of_layer(tmp_path):
     other.model.load_state_dict(state["model"])
     other.learner.load_state_dict(state["learner"])
     direction = {name: torch.randn_like(p) for name, p in run.model.named_parameters()}
-    expected = run.learner._pending.step.tape.align(direction)
-    assert torch.equal(other.learner._pending.step.tape.align(direction), expected)
+    expected = run.learner._pending.tape.align(direction)
+    assert torch.equal(other.learner._pending.tape.align(direction), expected)
 
     elsewhere = Run()
     with pytest.raises(UsageError, match="which is not recorded in this model"):

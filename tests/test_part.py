@@ -79,7 +79,7 @@ def test_rewards_are_those_of_the_whole_batch(retain, micro_batches):
 
 def test_less_is_kept():
     _, _, learner = train(0.25)
-    calls = {call.name: call for call in learner._pending.step.tape.calls}
+    calls = {call.name: call for call in learner._pending.tape.calls}
     assert calls["head"].num_examples == 2
     assert calls["head"].num_recorded == 8
     assert isinstance(calls["gru"], LayerCall)

@@ -38,9 +38,8 @@ WHY = (
 )
 
 
-def read(name: str) -> dict | None:
-    path = HERE / f"{name}.json"
-    return json.loads(path.read_text()) if path.exists() else None
+def read(name: str) -> dict:
+    return json.loads((HERE / f"{name}.json").read_text())
 
 
 def accuracies(run: dict) -> dict[int, float]:
@@ -51,8 +50,6 @@ def accuracies(run: dict) -> dict[int, float]:
 def difference(run: dict, name: str) -> str:
     """Mean paired difference to another run, in points, over the seeds of both."""
     other = read(name)
-    if other is None:
-        return ""
     ours, theirs = accuracies(run), accuracies(other)
     pairs = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
     mean, half_width = mean_and_interval(pairs)
@@ -63,8 +60,6 @@ def comparison() -> str:
     lines = ["| | test accuracy, % | against none, paired | against UA, same space | seeds |", "|---|---|---|---|---|"]
     for name, label in ARMS.items():
         run = read(name)
-        if run is None:
-            continue
         accuracy = show_interval(*mean_and_interval(list(accuracies(run).values())), 2)
         space = run["space"]
         against_none = "" if name == "none" else difference(run, "none")
@@ -78,23 +73,11 @@ def verdict() -> str:
     parts = []
     for name, label in ARMS.items():
         run = read(name)
-        if name.startswith("ola") and run is not None:
+        if name.startswith("ola"):
             parts.append(f"{label.removeprefix('OLA (learned), ')}: {difference(run, 'ua-' + run['space'])}")
     return (
         f"Against UniformAugment in the same space, in points of accuracy, OLA is: {'; '.join(parts)}. So at this scale it does **not** beat "
         "UniformAugment where all operations help, and does where many harm; why is in [results](../results/augment.md)."
-    )
-
-
-def how_far() -> str:
-    """Says so, as long as the comparison has not run to its end."""
-    seeds = [len(run["results"]) for name in ARMS if (run := read(name)) is not None]
-    if len(seeds) == len(ARMS) and min(seeds) >= 10:
-        return ""
-    missing = len(ARMS) - len(seeds)
-    return (
-        f"**Not finished**: {min(seeds)} to {max(seeds)} of 10 seeds are done{f', {missing} rows have none' if missing else ''}. With so few "
-        "nothing can be said of differences of one or two points."
     )
 
 
@@ -108,8 +91,6 @@ def choices() -> str:
 
 def harmful() -> str:
     run = read("harmful")
-    if run is None:
-        return ""
     lines = [
         "| how it learns | identity | shift_one | erase | flip_ud | harmful at most 0.1 | and below every benign one |",
         "|---|---|---|---|---|---|---|",
@@ -129,8 +110,6 @@ def harmful() -> str:
 
 def speed() -> str:
     run = read("speed")
-    if run is None:
-        return ""
     lines = [
         "| policy | inloop, ms | Pillow, ms | ratio | Pillow with conversion from and to tensors, ms | ratio |",
         "|---|---|---|---|---|---|",
@@ -145,8 +124,6 @@ def speed() -> str:
 
 def operations() -> str:
     run = read("speed")
-    if run is None:
-        return ""
     lines = ["| operation | inloop, ms | Pillow, ms | kornia, ms |", "|---|---|---|---|"]
     for row in run["operations"]:
         kornia = f"{row['kornia_ms']:.2f}" if "kornia_ms" in row else ""
@@ -169,8 +146,6 @@ def why() -> str:
     ]
     for name, label in ARMS.items():
         run = read(name)
-        if run is None:
-            continue
         loss = statistics.mean(result["epochs"][-1]["loss"] for result in run["results"])
         amounts, correlation = "", ""
         if name.startswith("ola"):
@@ -189,19 +164,16 @@ def learned() -> str:
     runs = {space: read(f"ola-{space}") for space in ("ra", "wl")}
     keep: dict[str, dict[str, float]] = {"ra": {}, "wl": {}}
     for space, run in runs.items():
-        if run is not None:
-            for a, name in enumerate(run["results"][0]["operations"]):
-                keep[space][name] = statistics.mean(result["epochs"][-1]["keep"][a] for result in run["results"])
-    for name in keep["wl"] or keep["ra"]:
+        for a, name in enumerate(run["results"][0]["operations"]):
+            keep[space][name] = statistics.mean(result["epochs"][-1]["keep"][a] for result in run["results"])
+    for name in keep["wl"]:
         cells = [f"{keep[space][name]:.2f}" if name in keep[space] else "" for space in ("ra", "wl")]
         lines.append(f"| {name} | {cells[0]} | {cells[1]} |")
-    return "\n".join(lines) if any(keep.values()) else ""
+    return "\n".join(lines)
 
 
 def cost() -> str:
     run = read("cost")
-    if run is None:
-        return ""
     return (
         f"A step of OLA takes {run['time_ratio']:.2f} times as long as one of UniformAugment ({run['network']}, batch {run['batch']}, "
         f"{run['threads']} threads, medians of {run['repeats']} alternating pairs of steps; `python -m benchmarks.ola_cost`)."
@@ -210,8 +182,6 @@ def cost() -> str:
 
 def preset() -> str:
     run = read("preset")
-    if run is None:
-        return ""
     first, *others = run["steps"]
     return (
         f"`python -m benchmarks.paper_recipe --steps {len(run['steps'])}` on random images: {run['network']}, batch {run['batch']}, "
@@ -223,8 +193,6 @@ def preset() -> str:
 
 def speed_in_brief() -> str:
     run = read("speed")
-    if run is None:
-        return ""
     row = run["policies"][0]
     return (
         f"Augmenting {run['batch']} images under a new WideLong policy takes {row['inloop_ms']:.1f} ms, Pillow {row['pillow_ms']:.1f} ms for the same "
@@ -235,8 +203,6 @@ def speed_in_brief() -> str:
 
 def harmful_in_brief() -> str:
     run = read("harmful")
-    if run is None:
-        return ""
     passed = []
     for variant in run["options"]:
         results = [result for result in run["results"] if result["variant"] == variant]
@@ -250,13 +216,12 @@ def harmful_in_brief() -> str:
 
 
 def in_brief() -> str:
-    parts = (comparison(), verdict(), how_far(), harmful_in_brief(), cost(), speed_in_brief())
-    return "\n\n".join(part for part in parts if part)
+    return "\n\n".join((comparison(), verdict(), harmful_in_brief(), cost(), speed_in_brief()))
 
 
 def in_full() -> str:
     parts = {
-        "CIFAR-10 with 4,000 training images": "\n\n".join(part for part in (comparison(), how_far()) if part),
+        "CIFAR-10 with 4,000 training images": comparison(),
         "What was chosen on other training images": choices(),
         "What OLA learned: keep probabilities at the end, mean over seeds": learned(),
         "How much OLA augments, and how well it fits": why(),
@@ -266,7 +231,7 @@ def in_full() -> str:
         "Speed of augmenting 256 images of 32 x 32 under WideLong": speed(),
         "Single operations on 256 images": operations(),
     }
-    return "\n\n".join(f"## {title}\n\n{content}" for title, content in parts.items() if content)
+    return "\n\n".join(f"## {title}\n\n{content}" for title, content in parts.items())
 
 
 def pages() -> dict[Path, str]:

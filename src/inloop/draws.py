@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inloop.alignment import Direction
+from inloop.alignment import Direction, Tape
 from inloop.alignment.plan import Plan
 from inloop.alignment.saved_tape import restore_tape, tape_state
 from inloop.distributed import gather_rows, is_distributed, rank, world_size
@@ -112,6 +112,11 @@ class DrawnStep:
     step: Step
     draws: list[Draw]
     scale: float = 1.0
+
+    @classmethod
+    def of(cls, draws: list[Draw], tape: Tape | None, losses_N: Tensor | None, scale: float) -> "DrawnStep":
+        num_examples = sum(draw.num_examples for draw in draws)
+        return cls(Step(num_examples, tape, None if losses_N is None else losses_N.detach()), draws, scale)
 
     @property
     def neutral(self) -> bool:

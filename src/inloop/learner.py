@@ -21,18 +21,18 @@ from torch import Tensor, nn
 
 from inloop.alignment import Direction, Tape, gradients_of
 from inloop.alignment.capture import make_recorder
-from inloop.alignment.early import EarlyAlignment
 from inloop.alignment.plan import LayerFilter
 from inloop.alignment.tape import Reduction, Retention, check_reduction
-from inloop.distributed import is_distributed, is_sharded, unwrapped, world_size
+from inloop.distributed import unwrapped, world_size
 from inloop.draws import Draw, DrawnStep
 from inloop.errors import UsageError, VerificationError
+from inloop.pending import Pending
 from inloop.policies import Actions, Policy
 from inloop.randomness import default_generator
 from inloop.recording import CHANGED_GRADIENTS, Recording
 from inloop.reinforce import make_updater
 from inloop.report import StepReport, describe_collapse, summarise_rewards
-from inloop.rewards import Normalisation, Reference, Reward, Step, as_reward, check_reference, held_out_reference
+from inloop.rewards import Normalisation, Reference, Reward, as_reward
 from inloop.sampler import Sampler
 from inloop.step_checks import (
     Verifier,
@@ -40,6 +40,7 @@ from inloop.step_checks import (
     as_number,
     gradient_norm,
     refuse_missing_gradients,
+    refuse_missing_tape,
     refuse_other_batch_sizes,
     refuse_other_losses,
     refuse_other_parts,
@@ -122,8 +123,6 @@ class InLoop:
         self.model = model = unwrapped(model)
         self.policy = policy
         self.reward = as_reward(reward)
-        check_reference(reference, self.reward)
-        self.reference = reference
         self.interleave = interleave
         self.start_after = start_after
         self.dry_run = dry_run
@@ -133,9 +132,7 @@ class InLoop:
         self.num_steps = 0
         self.num_dropped = 0
         self._sampler = Sampler(policy, generator or default_generator("sampling of actions"))
-        self._pending: DrawnStep | None = None
-        self._previous: Reference | None = None
-        self._paid_since_saved = True
+        self._pending = Pending(model, self.reward, reference)
         self._collapsing = False
         self._paused = 0
         self._closed = False
@@ -198,7 +195,7 @@ class InLoop:
 
         After a backward pass the step before goes unpaid: it was to be paid by that pass, and has been in part.
         """
-        if self._pending is not None and self._pending.begun:
+        if self._pending.begun:
             log.info("step %d is not paid, since the batch after it was skipped", self.num_steps)
             self._drop_pending()
         self._begin_step(self._sampler.waiting)
@@ -248,8 +245,7 @@ class InLoop:
         norm = gradient_norm(gradients)
         tape = self._finish_recording(draws, gradients, norm)
         refuse_other_losses(losses_N, draws)
-        num_examples = sum(draw.num_examples for draw in draws)
-        current = DrawnStep(Step(num_examples, tape, None if losses_N is None else losses_N.detach()), draws, scale)
+        current = DrawnStep.of(draws, tape, losses_N, scale)
         verifies = self._recording.wants_verification(tape)
         agreed = agree(loss, norm, verifies, self.num_steps, self._sampler.shared(draws))
         self.num_steps += 1
@@ -261,24 +257,27 @@ class InLoop:
             self._drop_pending()
             current.release()
             return self._report(lag, dropped=problem)
-        paid, reference = self._match(current, Reference(gradients, agreed.loss, scale))
+        paid, reference = self._pending.match(current, Reference(gradients, agreed.loss, scale))
         if paid is None or paid.num_everyone == 0:
             return self._report(lag)
-        if paid.begun_with_other(gradients):
+        return self._report(lag, **self._pay(paid, reference))
+
+    def _pay(self, paid: DrawnStep, reference: Reference) -> dict[str, Any]:
+        """Reward the examples of a step, and move the policy; returns what to report of it."""
+        if paid.begun_with_other(reference.direction):
             self._recording.one_pass = False
             paid.release()
-            return self._report(lag, dropped=CHANGED_GRADIENTS)
+            return {"dropped": CHANGED_GRADIENTS}
         rewards_N = self.reward(paid.step, reference)
         if self.reward.needs_tape:
             rewards_N = rewards_N / (paid.scale * reference.scale)
         rewards_N = paid.rewards_of_everyone(rewards_N)
-        self._paid_since_saved = True
         paid.release()
         if not bool(rewards_N.isfinite().all()):
-            return self._report(lag, dropped="a reward is not finite")
+            return {"dropped": "a reward is not finite"}
         moves = not self.dry_run and self.num_steps > self.start_after
         updated = moves and self.updater.add(rewards_N, paid.draws)
-        return self._report(lag, updated=updated, **summarise_rewards(self.policy, paid.draws, rewards_N))
+        return {"updated": updated, **summarise_rewards(self.policy, paid.draws, rewards_N)}
 
     def _report(self, lag: int, dropped: str | None = None, **payment: Any) -> StepReport:
         if dropped is not None:
@@ -293,61 +292,35 @@ class InLoop:
             **payment,
         )
         # A held-out judge does not agree with itself: what it gives everything to may deserve it.
-        if report.collapsing and not self._collapsing and not callable(self.reference):
+        if report.collapsing and not self._collapsing and not callable(self._pending.reference):
             log.warning("step %d: %s", self.num_steps, describe_collapse(report.shares))
         self._collapsing = report.collapsing
         return report
-
-    def _match(self, current: DrawnStep, now: Reference) -> tuple[DrawnStep | None, Reference]:
-        """Which step can be paid now, and what it is judged by; keeps what later steps will need."""
-        if self.reference == "previous":
-            before, self._previous = self._previous, now.detached()
-            return (None, now) if before is None or current.neutral else (current, before)
-        paid, self._pending = self._pending, None if current.neutral else current
-        if paid is not None and callable(self.reference):
-            now = held_out_reference(self.model, self.reference, with_gradient=self.reward.needs_tape)
-        return paid, now
 
     # ---------------------------------------------------------------- recording
 
     def _begin_step(self, used: Sequence[Draw] = ()) -> None:
         """Record from here on; draws that were not used yet wait for their batch."""
         self._sampler.forget(used)
-        if self._pending is not None and self._pending.step.tape is not None:
-            self._pending.step.tape.own_parameters()
+        if self._pending.tape is not None:
+            self._pending.tape.own_parameters()
         if self.reward.needs_tape:
             self._recording.begin()
         self._expect_waiting()
-        self._recording.pay_early(self._begin_payment())
+        # With several backward passes a step, the gradients that the first one leaves are not final.
+        self._recording.pay_early(self._pending.align_early() if self._recording.one_pass else None)
 
     def _expect_waiting(self) -> None:
         for batch, draw in enumerate(self._sampler.waiting):
             self._recording.expect(batch, draw.rows)
 
-    def _begin_payment(self) -> EarlyAlignment | None:
-        """Let the next backward pass pay the step that waits, layer by layer: its tape shrinks as the new one grows.
-
-        Not if a step has several backward passes: then the gradients that a backward pass leaves are not final.
-        """
-        tape = None if self._pending is None else self._pending.step.tape
-        if (
-            tape is None
-            or self._recording.one_pass is not True
-            or self.reference != "next"
-            or not self.reward.aligns_once
-        ):
-            return None
-        return tape.align_early()
-
     def _finish_recording(self, draws: list[Draw], gradients: Direction, norm: float) -> Tape | None:
         """Take the step's tape, if it has one, and refuse what cannot be a training step."""
-        tape = None if any(draw.neutral for draw in draws) else self._recording.tape
+        plain = any(draw.neutral for draw in draws)
+        tape = None if plain else self._recording.tape
         refuse_missing_gradients(tape, gradients, norm)
-        if tape is None and self.reward.needs_tape and not any(draw.neutral for draw in draws):
-            raise UsageError(
-                "This step was not recorded, since a plain step was sampled before it was trained on. Fix: with interleave=True call "
-                "learner.sample(n) right before each batch, or draw ahead with learner.draw and learner.use."
-            )
+        if self.reward.needs_tape and not plain:
+            refuse_missing_tape(tape)
         if tape is not None:
             refuse_other_batch_sizes(tape, draws)
             refuse_other_parts(tape, draws)
@@ -356,9 +329,7 @@ class InLoop:
         return tape
 
     def _drop_pending(self) -> None:
-        if self._pending is not None:
-            self._pending.release()
-        self._pending = None
+        self._pending.drop()
         self._recording.pay_early(None)
 
     # ---------------------------------------------------------------- lifetime and state
@@ -408,22 +379,9 @@ class InLoop:
                 step is dropped, here and now; as the run that goes on drops it too, it and a run continued from this state are
                 equal bit for bit.
         """
-        if pending and is_distributed():
-            raise UsageError(
-                "state_dict(pending=True) would keep the examples of this process alone. Fix: save without what is pending; the state is then "
-                "the same in all processes, and continues with any number of them."
-            )
-        if any(is_sharded(value) for value in (self._previous.direction.values() if self._previous else ())):
-            self._previous = None  # a gradient of the whole model; the next step goes unpaid, here, too
-        if self._pending is not None and self._pending.begun:  # between a backward pass and its step
-            self._drop_pending()
-        if not pending and self._pending is not None:
-            if not self._paid_since_saved:
-                log.warning(
-                    "state_dict() drops the step that waits to be paid; called after every step, nothing is ever paid"
-                )
-            self._paid_since_saved = False
-            self._drop_pending()
+        waiting = self._pending.state_dict(keep_step=pending)
+        if self._pending.step is None:
+            self._recording.pay_early(None)
         return {
             "policy": {name: value.clone() for name, value in self.policy.state_dict().items()},
             "reinforce": self.updater.state_dict(),
@@ -431,9 +389,8 @@ class InLoop:
             "num_steps": self.num_steps,
             "num_dropped": self.num_dropped,
             "draws": [draw.state_dict() for draw in self._sampler.waiting],
-            "previous": None if self._previous is None else self._previous.state_dict(),
-            "pending": None if self._pending is None else self._pending.state_dict(),
             "recording": self._recording.state_dict(),
+            **waiting,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -446,14 +403,12 @@ class InLoop:
         draws = [Draw.restored(self.policy, saved) for saved in state["draws"]]
         self._recording.load_state_dict(state["recording"])
         saved = state["pending"]
-        pending = None if saved is None else DrawnStep.restored(self.policy, self._recording.recorder.plan, saved)
+        step = None if saved is None else DrawnStep.restored(self.policy, self._recording.recorder.plan, saved)
         self.policy.load_state_dict(state["policy"])
         self.updater.load_state_dict(state["reinforce"])
         self._sampler.generator.set_state(state["generator"])
         self.num_steps, self.num_dropped = state["num_steps"], state["num_dropped"]
-        self._previous = None if state["previous"] is None else Reference(**state["previous"])
-        self._drop_pending()
-        self._pending = pending
+        self._pending.restore(step, state["previous"])
         self.skip()
         self._sampler.restore(draws)
         self._expect_waiting()

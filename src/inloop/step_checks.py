@@ -101,6 +101,14 @@ def refuse_missing_gradients(tape: Tape | None, gradients: Direction, norm: floa
         )
 
 
+def refuse_missing_tape(tape: Tape | None) -> None:
+    if tape is None:
+        raise UsageError(
+            "This step was not recorded, since a plain step was sampled before it was trained on. Fix: with interleave=True call "
+            "learner.sample(n) right before each batch, or draw ahead with learner.draw and learner.use."
+        )
+
+
 def refuse_other_batch_sizes(tape: Tape, draws: Sequence[Draw]) -> None:
     """Raise unless there is one action for each example."""
     chosen, seen = [draw.num_examples for draw in draws], list(batch_sizes(tape.calls).values())

@@ -149,7 +149,7 @@ def test_one_copy_of_the_parameters_at_a_time():
         (call,) = learner._recording.tape.calls
         assert call.layer[0].weight.data_ptr() == model[0].weight.data_ptr()
         learner.step(loss)
-        (call,) = learner._pending.step.tape.calls
+        (call,) = learner._pending.tape.calls
         assert call.layer[0].weight.data_ptr() != model[0].weight.data_ptr()
         model.zero_grad()
 

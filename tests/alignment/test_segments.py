@@ -116,7 +116,7 @@ def rewards_of(net, steps=4, seen=None, positions=4, **options):
         optimizer.step()
         optimizer.zero_grad()
     if seen is not None:
-        seen.extend(learner._pending.step.tape.calls)
+        seen.extend(learner._pending.tape.calls)
     return torch.stack(rewards)
 
 
@@ -217,7 +217,7 @@ def test_hugging_face_gradient_checkpointing():
             loss.backward()
             rewards.append(learner.step(loss).reward_mean)
             model.zero_grad()
-        names = {call.name for call in learner._pending.step.tape.calls}
+        names = {call.name for call in learner._pending.tape.calls}
         assert ("transformer.h.0" in names) == checkpoints
     assert rewards[5:8] == pytest.approx(rewards[1:4], rel=1e-9)
 

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from tests.documents.loading import ROOT, load_file
+from tests.public_surface import find
 
 PAPER_INDEX = (ROOT / "docs/paper-index.md").read_text()
 
@@ -58,16 +59,7 @@ def code_words(pattern):
 
 @pytest.mark.parametrize("name", code_words(r"`(inloop\.[\w.]+)`"))
 def test_what_the_paper_index_calls_code_exists(name):
-    parts = name.split(".")
-    for cut in range(len(parts), 0, -1):
-        try:
-            found = importlib.import_module(".".join(parts[:cut]))
-        except ModuleNotFoundError:
-            continue
-        for part in parts[cut:]:
-            found = getattr(found, part)
-        return
-    pytest.fail(f"no module for {name}")
+    find(name)
 
 
 @pytest.mark.parametrize("path", code_words(r"`((?:tests|results)/[\w./-]+)`"))
@@ -77,9 +69,8 @@ def test_files_that_the_paper_index_names_exist(path):
 
 @pytest.mark.parametrize("row", [line for line in PAPER_INDEX.splitlines() if "`test_" in line])
 def test_tests_that_the_paper_index_names_exist(row):
-    for names, file in re.findall(r"((?:`test_\w+`(?:, )?)+) in `(tests/[\w/]+\.py)`", row):
-        for name in re.findall(r"test_\w+", names):
-            assert f"def {name}(" in (ROOT / file).read_text(), f"{name} in {file}"
-    assert len(re.findall(r"`test_\w+`", row)) == len(
-        [n for names, _ in re.findall(r"((?:`test_\w+`(?:, )?)+) in `(tests/[\w/]+\.py)`", row) for n in re.findall(r"`test_\w+`", names)]
-    )
+    in_files = re.findall(r"((?:`test_\w+`(?:, )?)+) in `(tests/[\w/]+\.py)`", row)
+    named = [(name, file) for names, file in in_files for name in re.findall(r"test_\w+", names)]
+    assert len(named) == len(re.findall(r"`test_\w+`", row)), "a test without its file"
+    for name, file in named:
+        assert f"def {name}(" in (ROOT / file).read_text(), f"{name} in {file}"

@@ -71,15 +71,15 @@ def after_the_diff(diff):
     return "".join(line[1:] for line in diff.splitlines(keepends=True) if not line.startswith("-"))
 
 
-def test_the_loop_of_the_readme(capsys):
+def test_the_loop_of_the_readme():
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     names = {"inloop": inloop, "F": F, "model": model, "optimizer": optimizer}
     names |= {"sources": make_sources(4, poisoned=2), "num_steps": 200, "batch_size": 256}
     (diff,) = (text for language, text in blocks("README.md") if language == "diff")
     exec(after_the_diff(diff), names)
-    assert "tensor(" in capsys.readouterr().out
-    assert int(names["policy"].probabilities().argmin()) == 2
+    assert sum(line.startswith("+") for line in diff.splitlines()) == 4
+    assert int(names["learner"].policy.probabilities().argmin()) == 2
 
 
 def test_the_readme_has_no_other_code_than_its_loop_its_commands_and_its_tree():
