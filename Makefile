@@ -33,9 +33,14 @@ format: $(INSTALLED)
 docs: $(INSTALLED)  ## the documentation site, in docs/_build/html
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
 
-package: $(INSTALLED)  ## wheel and sdist in dist/, and the wheel tried in an environment of its own
-	rm -rf dist && $(BIN)/python -m build --quiet
-	$(BIN)/python tests/packaging/try_wheel.py dist
+package: $(INSTALLED)  ## wheel and sdist in dist/; the wheel, made from the sdist, is tried in an environment of its own
+	rm -rf dist build
+	$(BIN)/python -m build --outdir dist . > /dev/null
+	$(PYTHON) -m venv build/trial
+	build/trial/bin/pip install --quiet --constraint constraints.txt "$$(ls dist/*.whl)[cli]"
+	cd build/trial && bin/inloop run splits --seeds 1 --epochs 2 && bin/inloop report runs
+	build/trial/bin/python -W error -c "import importlib.resources as r, inloop; assert (r.files(inloop) / 'py.typed').is_file(); inloop.augment.FastAutoAugment()"
+	rm -rf build
 
 bench: $(INSTALLED)  ## fails if time or memory of a step has become worse than in results/cost
 	$(BIN)/inloop bench --models mlp,wrn-16-4,gpt-6 --modes gar,gar-interleaved,gar-half --against results/cost/bench.json

@@ -124,17 +124,17 @@ def figure() -> Figure:
 
 
 def pages() -> dict[Path, str]:
-    """What the two pages should be."""
+    """What the two pages, and the figure, should be."""
     own, guide = HERE / "README.md", DOCS / "when-not-to-use-it.md"
     titles = {"different": "Sources that are different", "batches": "Small batches", "batchnorm": "BatchNorm"}
     everything = "\n\n".join(f"## {titles[name]}\n\n{part()}" for name, part in PARTS.items())
     text = guide.read_text()
     for name, part in PARTS.items():
         text = with_block(text, f"{COMMAND} {name}", part())
-    return {own: with_block(own.read_text(), COMMAND, everything), guide: text}
+    texts = {own: with_block(own.read_text(), COMMAND, everything), guide: text}
+    return texts | {DOCS / "figures" / "batchnorm.svg": as_svg(figure())}
 
 
 if __name__ == "__main__":
     for path, content in pages().items():
         path.write_text(content)
-    (DOCS / "figures" / "batchnorm.svg").write_text(as_svg(figure()))

@@ -78,7 +78,13 @@ def figure() -> str:
         FinishedRun(HERE, {"reward": reward, "noise": "labels"}, read(f"fc-bn-{reward}")["results"])
         for reward in ("gar", "none", "oracle")
     ]
-    return as_svg(figure_2(runs))
+    drawn = figure_2(runs)
+    shares, losses = drawn.axes
+    shares.set(title="share of each split, as learned", ylabel="share")
+    for line, label in zip(losses.lines, ("learned", "uniform", "oracle"), strict=True):
+        line.set_label(label)
+    losses.legend(frameon=False)
+    return as_svg(drawn)
 
 
 def other_noise() -> str:
@@ -120,7 +126,7 @@ def other_tables() -> str:
 
 
 def pages() -> dict[Path, str]:
-    """What the pages should be."""
+    """What the pages, and the figure, should be."""
     everything = f"## Table 1 of the paper\n\n{main_table()}\n\n{nslr_moves()}\n\n{other_tables()}".rstrip()
     contents = {
         ROOT / "README.md": in_brief(),
@@ -128,10 +134,10 @@ def pages() -> dict[Path, str]:
         ROOT / "docs" / "guides" / "find-a-bad-source.md": main_table(),
         HERE / "README.md": everything,
     }
-    return {path: with_block(path.read_text(), COMMAND, content) for path, content in contents.items()}
+    texts = {path: with_block(path.read_text(), COMMAND, content) for path, content in contents.items()}
+    return texts | {HERE / "shares.svg": figure()}
 
 
 if __name__ == "__main__":
     for path, text in pages().items():
         path.write_text(text)
-    (HERE / "shares.svg").write_text(figure())
