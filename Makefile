@@ -5,7 +5,7 @@ INSTALLED := .venv/installed
 
 .PHONY: demo test test-integrations test-slow lint format docs package bench clean
 
-demo: $(INSTALLED)  ## ten sources of digits, one of them bad: find it while training, and report
+demo: .venv/demo-installed  ## ten sources of digits, one of them bad: find it while training, and report
 	$(BIN)/inloop run splits --seeds 5 --out runs/demo/gar
 	$(BIN)/inloop run splits --seeds 5 --reward none --out runs/demo/none --json > /dev/null
 	$(BIN)/inloop run splits --seeds 5 --reward oracle --out runs/demo/oracle --json > /dev/null
@@ -49,6 +49,11 @@ $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,docs,integrations]"
 	touch $(INSTALLED)
+
+.venv/demo-installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[cli]"
+	touch .venv/demo-installed
 
 clean:
 	rm -rf .venv build dist docs/_build .mypy_cache .ruff_cache .pytest_cache .hypothesis

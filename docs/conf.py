@@ -21,12 +21,13 @@ myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
+autodoc_typehints_format = "fully-qualified"
 autodoc_typehints_description_target = "documented"
 python_use_unqualified_type_names = True
 napoleon_numpy_docstring = False
 
 html_theme = "furo"
-pygments_style = "sphinx"  # shows what a diff adds and removes
+pygments_style = "friendly"  # shows what a diff adds and removes
 pygments_dark_style = "monokai"
 html_title = "inloop"
 html_static_path = ["_static"]

@@ -84,7 +84,7 @@ class InLoop:
         verify: Check that the recorded examples add up to every gradient: the "first" two times that a kind of step is seen
             (the second shows gradients that were not cleared), on each step (True), never (False).
         generator: The source of all sampling; by default one that follows torch's seed.
-        callback: Called with each step's :class:`StepReport`.
+        callback: Called with each step's :class:`~inloop.report.StepReport`.
     """
 
     def __init__(
@@ -151,54 +151,6 @@ class InLoop:
         draw = self.draw(n, plain=self.interleave and self.num_steps % 2 == 1)
         self.use(draw)
         return draw.actions
-
-    def draw(self, n: int, plain: bool = False) -> Draw:
-        """Choose for ``n`` examples that are used later: for loaders that work ahead.
-
-        Args:
-            plain: Draw the policy's neutral choices, for the plain steps of interleaving.
-        """
-        self._refuse_if_closed()
-        return self._sampler.draw(n, self.updater.version, plain)
-
-    def use(self, draw: Draw) -> None:
-        """The next (micro-)batch that is trained on is the one that was chosen by ``draw``."""
-        self._refuse_if_closed()
-        if self._recording.was_abandoned():
-            log.info("the passes since the last step left no gradient; what was sampled for them is forgotten")
-            self._recording.one_pass = False  # the next such pass costs no payment
-            self.skip()
-        if self.part < 1 and self.reward.needs_tape and not draw.neutral and self._recording.may_record_less():
-            draw = self._sampler.choose_rewarded(draw, self.part)
-        self._sampler.waiting.append(draw)
-        if draw.neutral:
-            self._recording.recorder.stop()  # never paid, so nothing to record
-        self._recording.expect(len(self._sampler.waiting) - 1, draw.rows)
-
-    @property
-    def loss_weight(self) -> float:
-        """What to multiply the mean loss of this (micro-)batch with if processes have different numbers of examples, else 1.
-
-        Processes average their gradients, so an example of a small part would count for more than one of a large. With this
-        weight the average is that of the mean over all examples.
-        """
-        draw = self._sampler.waiting[-1] if self._sampler.waiting else None
-        return 1.0 if draw is None or not draw.num_everyone else world_size() * draw.num_examples / draw.num_everyone
-
-    @property
-    def num_waiting(self) -> int:
-        """How many draws were announced by ``sample`` or ``use`` and have not been used by a step yet."""
-        return len(self._sampler.waiting)
-
-    def skip(self) -> None:
-        """Forget what was sampled and recorded since the last step.
-
-        After a backward pass the step before goes unpaid: it was to be paid by that pass, and has been in part.
-        """
-        if self._pending.begun:
-            log.info("step %d is not paid, since the batch after it was skipped", self.num_steps)
-            self._drop_pending()
-        self._begin_step(self._sampler.waiting)
 
     def step(
         self,
@@ -296,6 +248,56 @@ class InLoop:
             log.warning("step %d: %s", self.num_steps, describe_collapse(report.shares))
         self._collapsing = report.collapsing
         return report
+
+    # ---------------------------------------------------------------- batches that are chosen ahead, or given up
+
+    def draw(self, n: int, plain: bool = False) -> Draw:
+        """Choose for ``n`` examples that are used later: for loaders that work ahead.
+
+        Args:
+            plain: Draw the policy's neutral choices, for the plain steps of interleaving.
+        """
+        self._refuse_if_closed()
+        return self._sampler.draw(n, self.updater.version, plain)
+
+    def use(self, draw: Draw) -> None:
+        """The next (micro-)batch that is trained on is the one that was chosen by ``draw``."""
+        self._refuse_if_closed()
+        if self._recording.was_abandoned():
+            log.info("the passes since the last step left no gradient; what was sampled for them is forgotten")
+            self._recording.one_pass = False  # the next such pass costs no payment
+            self.skip()
+        if self.part < 1 and self.reward.needs_tape and not draw.neutral and self._recording.may_record_less():
+            draw = self._sampler.choose_rewarded(draw, self.part)
+        self._sampler.waiting.append(draw)
+        if draw.neutral:
+            self._recording.recorder.stop()  # never paid, so nothing to record
+        self._recording.expect(len(self._sampler.waiting) - 1, draw.rows)
+
+    @property
+    def loss_weight(self) -> float:
+        """What to multiply the mean loss of this (micro-)batch with if processes have different numbers of examples, else 1.
+
+        Processes average their gradients, so an example of a small part would count for more than one of a large. With this
+        weight the average is that of the mean over all examples.
+        """
+        draw = self._sampler.waiting[-1] if self._sampler.waiting else None
+        return 1.0 if draw is None or not draw.num_everyone else world_size() * draw.num_examples / draw.num_everyone
+
+    @property
+    def num_waiting(self) -> int:
+        """How many draws were announced by ``sample`` or ``use`` and have not been used by a step yet."""
+        return len(self._sampler.waiting)
+
+    def skip(self) -> None:
+        """Forget what was sampled and recorded since the last step.
+
+        After a backward pass the step before goes unpaid: it was to be paid by that pass, and has been in part.
+        """
+        if self._pending.begun:
+            log.info("step %d is not paid, since the batch after it was skipped", self.num_steps)
+            self._drop_pending()
+        self._begin_step(self._sampler.waiting)
 
     # ---------------------------------------------------------------- recording
 

@@ -89,7 +89,7 @@ def test_the_readme_has_no_other_code_than_its_loop_its_commands_and_its_tree():
 def test_the_screen_of_inloop_check(monkeypatch, capsys):
     """What does not depend on the machine: parameters, shapes, rules and what is kept."""
     monkeypatch.syspath_prepend(ROOT / "examples")
-    monkeypatch.setenv("COLUMNS", "140")
+    monkeypatch.setenv("COLUMNS", "100")
     assert main(["check", "check_model:make"]) == 0
 
     def rows(text):
