@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import inloop
 from inloop.lab.data import load_digits
-from inloop.metagradient import MetaGradient
 
 
 class ExampleWeights(nn.Module):
@@ -38,7 +38,9 @@ def main(steps: int = 400, seed: int = 0) -> tuple[Tensor, Tensor]:
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 100), nn.ReLU(), nn.Linear(100, 10))
     weights = ExampleWeights(len(labels))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    learner = MetaGradient(model, weights, optimizer, meta_optimizer=torch.optim.Adam(weights.parameters(), lr=0.1))
+    learner = inloop.MetaGradient(
+        model, weights, optimizer, meta_optimizer=torch.optim.Adam(weights.parameters(), lr=0.1)
+    )
 
     for _ in range(steps):
         index = torch.randint(0, len(labels), (256,), generator=generator)

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import inloop
 from inloop.lab.data import load_digits
-from inloop.metagradient import MetaGradient
 
 
 class Smoothing(nn.Module):
@@ -42,7 +42,7 @@ def learned_smoothing(share_wrong: float, steps: int, seed: int) -> float:
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 100), nn.ReLU(), nn.Linear(100, 10))
     smoothing = Smoothing()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    learner = MetaGradient(
+    learner = inloop.MetaGradient(
         model,
         smoothing,
         optimizer,

@@ -46,7 +46,7 @@ def main(steps: int = 200, seed: int = 0) -> Tensor:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     mixture, policy = inloop.Mixture(make_years()), Trend(NUM_YEARS)
     learner = inloop.InLoop(model, policy)
-    for _, (x, y) in mixture.loader(learner, batch_size=256, num_steps=steps):
+    for _, (x, y) in mixture.loader(learner, batch_size=256, num_batches=steps):
         loss = F.cross_entropy(model(x), y)
         loss.backward()
         learner.step(loss)

@@ -38,7 +38,7 @@ def main(steps: int = 400, seed: int = 0) -> Tensor:
     mixture = inloop.Mixture(sources)
     policy = inloop.MixturePolicy(num_sources=3, form="softmax", floor=0.02)  # one source may deserve nearly everything
     learner = inloop.InLoop(model, policy, reference=target_loss)
-    for _, (x, y) in mixture.loader(learner, batch_size=128, num_steps=steps):
+    for _, (x, y) in mixture.loader(learner, batch_size=128, num_batches=steps):
         loss = F.cross_entropy(model(x), y)
         loss.backward()
         learner.step(loss)

@@ -26,7 +26,7 @@ def main(steps: int = 200, folder: str | None = None, resume: bool = False) -> T
     mixture = inloop.Mixture(digit_sources(5, BAD))
     policy = inloop.MixturePolicy(5)
     learner = inloop.InLoop(model, policy, accumulate=5)
-    loader = mixture.loader(learner, 64, num_steps=steps * ACCUMULATE, micro_batches=ACCUMULATE)
+    loader = mixture.loader(learner, 64, num_batches=steps * ACCUMULATE, micro_batches=ACCUMULATE)
     accelerator.register_for_checkpointing(learner, loader)
     if resume:
         accelerator.load_state(folder)

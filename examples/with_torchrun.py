@@ -56,7 +56,7 @@ def main(out: str, steps: int = 200, shard: bool = False, die_at: int | None = N
     mixture = inloop.Mixture(digit_sources(5, BAD))
     policy = inloop.MixturePolicy(5)
     learner = inloop.InLoop(model, policy, accumulate=5)
-    loader = mixture.loader(learner, GLOBAL_BATCH // dist.get_world_size(), num_steps=steps)
+    loader = mixture.loader(learner, GLOBAL_BATCH // dist.get_world_size(), num_batches=steps)
     checkpoints = inloop.Checkpoints(out)
     if (found := checkpoints.load()) is not None:
         step, state = found

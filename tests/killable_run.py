@@ -36,7 +36,7 @@ def main(folder, num_workers):
     optimizer = torch.optim.Adam(model.parameters())
     mixture = inloop.Mixture([Squares(0), Squares(1), Squares(0)], selection="passes")
     learner = inloop.InLoop(model, inloop.MixturePolicy(3), accumulate=2)
-    loader = mixture.loader(learner, 8, num_workers=num_workers, num_steps=NUM_STEPS)
+    loader = mixture.loader(learner, 8, num_workers=num_workers, num_batches=NUM_STEPS)
     parts = {"model": model, "optimizer": optimizer, "learner": learner, "loader": loader}
     checkpoints = Checkpoints(folder, keep=2)
     if (found := checkpoints.load()) is not None:

@@ -31,6 +31,8 @@ def test_a_model_that_is_exact():
     assert report.ok
     assert report.max_relative_error < 1e-9
     assert report.dtype == "float64"
+    assert report.num_examples == 4
+    assert inloop.check(model, (batch[0][:2], batch[1][:2]), losses).num_examples == 2
     assert [row.parameter for row in report.rows] == ["0.weight", "0.bias", "2.weight", "2.bias"]
     assert all(row.exact and row.rule == "Linear" for row in report.rows)
     assert sum(row.cost for row in report.rows) == pytest.approx(1)

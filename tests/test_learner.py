@@ -231,6 +231,12 @@ def test_actions_are_known_by_their_values():
     assert run.learner._sampler.waiting == []
 
 
+@pytest.mark.parametrize("n", [-3, 2.5, None])
+def test_only_whole_numbers_of_examples_are_sampled(n):
+    with pytest.raises(UsageError, match="whole number from 0; got"):
+        Run().learner.sample(n)
+
+
 def test_interleaving_with_the_previous_gradient_never_pays_plain_steps():
     run = Run(reference="previous", interleave=True, accumulate=1).train(6)
     assert [report.paid for report in run.reports] == [False, False, True, False, True, False]
@@ -598,7 +604,7 @@ def test_verify_on_every_step_sees_a_later_penalty():
     [
         ({"reward": "best"}, "reward='best': allowed are 'gar', 'nslr', 'loss'"),
         ({"reference": "last"}, "reference='last': allowed are 'next', 'previous' and a function"),
-        ({"reference": "previous", "reward": "nslr"}, "no meaning for a next-step loss"),
+        ({"reference": "previous", "reward": "nslr"}, "is a gradient, of which NextStepLoss makes no use"),
         ({"accumulate": 0}, "accumulate=0"),
         ({"normalisation": "all"}, "normalisation='all'"),
         ({"reduction": "none"}, "reduction='none'"),
@@ -804,11 +810,15 @@ def test_draws_made_ahead_survive_with_the_policy_that_made_them(tmp_path):
 def test_a_state_that_does_not_fit_changes_nothing():
     run, other = Run(accumulate=1).train(3), Run(make_sources(5), accumulate=1).train(3)
     before = run.policy.scores.detach().clone(), run.learner.num_steps
-    with pytest.raises(RuntimeError, match="size mismatch"):
+    with pytest.raises(
+        UsageError, match=r"of a policy with \{'scores': \[5\]\}; this one, a MixturePolicy, has \{'scores': \[4\]\}"
+    ):
         run.learner.load_state_dict(other.learner.state_dict(pending=True) | {"num_steps": 99})
     assert torch.equal(run.policy.scores, before[0])
     assert run.learner.num_steps == before[1]
     state = run.learner.state_dict()
+    with pytest.raises(UsageError, match=r"no state of an InLoop learner: it has no \['recording'\]"):
+        run.learner.load_state_dict({name: part for name, part in state.items() if name != "recording"})
     run.train(2)
     assert not torch.equal(state["policy"]["scores"], run.policy.scores)  # a copy, not a view of what goes on
 

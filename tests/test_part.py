@@ -55,7 +55,7 @@ def train(part, steps=6, micro_batches=1, **options):
         for x in batches:
             learner.sample(8)
             (net(x).square().mean() / micro_batches).backward()
-        chosen.append([draw.rows for draw in learner._sampler.waiting])
+        chosen.append([draw.paid_here for draw in learner._sampler.waiting])
         learner.step(1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -96,8 +96,10 @@ def test_the_policys_gradient_has_the_same_expectation():
     (whole,) = torch.autograd.grad((rewards * log_prob).sum(), policy.scores)
     parts = []
     for _ in range(4000):
-        part = learner._sampler.choose_rewarded(draw, 0.25)
-        (gradient,) = torch.autograd.grad((rewards[part.rewarded] * policy.log_prob(part.paid)).sum(), policy.scores)
+        part = learner._sampler.choose_paid(draw, 0.25)
+        (gradient,) = torch.autograd.grad(
+            (rewards[part.paid_examples] * policy.log_prob(part.paid)).sum(), policy.scores
+        )
         parts.append(4 * gradient)
     mean, std = torch.stack(parts).mean(0), torch.stack(parts).std(0)
     assert ((mean - whole).abs() < 4 * std / 4000**0.5).all()

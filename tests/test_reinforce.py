@@ -8,7 +8,8 @@ import torch
 from inloop import MixturePolicy
 from inloop.draws import Draw
 from inloop.errors import UsageError
-from inloop.reinforce import Reinforce, normalise
+from inloop.policies import LossMixture
+from inloop.reinforce import Reinforce, make_updater, normalise
 
 
 def draw(policy, n, seed=0):
@@ -99,6 +100,8 @@ def test_the_gradient_is_taken_where_the_actions_were_drawn():
 def test_bad_arguments_are_named():
     policy = MixturePolicy(3)
     with pytest.raises(UsageError, match="accumulate=0: allowed are whole numbers from 1"):
-        Reinforce(policy, sgd(policy), 0, "step")
+        make_updater(policy, None, 0, "step")
     with pytest.raises(UsageError, match="normalisation='batch': allowed are step, center, window, none"):
-        Reinforce(policy, sgd(policy), 1, "batch")
+        make_updater(policy, None, 1, "batch")
+    with pytest.raises(UsageError, match="LossMixture learns by a rule of its own, and has no use for an optimizer"):
+        make_updater(LossMixture(3), sgd(policy), 1, "none")

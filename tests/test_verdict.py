@@ -117,6 +117,10 @@ def test_state_and_arguments():
     first, second = statistics_of([0.0, -0.3]), RewardStatistics(2)
     second.load_state_dict(first.state_dict())
     assert second.verdicts() == first.verdicts()
+    with pytest.raises(UsageError, match="The state is of 2 sources; this has 3"):
+        RewardStatistics(3).load_state_dict(first.state_dict())
+    with pytest.raises(UsageError, match=r"RewardStatistics\(3\) was given the rewards of 2 sources"):
+        RewardStatistics(3).add(report(torch.tensor([0.0, 1.0]), torch.tensor([0, 1]), 2))
     with pytest.raises(UsageError, match="level=1.5"):
         RewardStatistics(3, level=1.5)
 

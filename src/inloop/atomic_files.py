@@ -12,7 +12,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Write beside the old file, make sure it is on disk, then take its place.
 
     Raises:
-        FileWriteError: If that is not possible; the old file is still there then.
+        FileWriteError: If that is not possible; what was there before is unchanged.
     """
     temporary = path.with_name(path.name + ".new")
     try:
@@ -24,7 +24,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as a RuntimeError
         temporary.unlink(missing_ok=True)
         reason = str(error).splitlines()[0]
-        raise FileWriteError(f"{path} could not be written ({reason}); the one before it is still there.") from None
+        raise FileWriteError(f"{path} could not be written ({reason}); what was there before is unchanged.") from None
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

@@ -89,7 +89,7 @@ def check(
     if num_examples < 2:
         raise UsageError(f"num_examples={num_examples}: at least 2 are needed.")
     warnings: list[str] = []
-    replica, few = copy.deepcopy(model), _first(model, batch, losses, num_examples)
+    replica, (few, num_examples) = copy.deepcopy(model), _first(model, batch, losses, num_examples)
     norms = [name for name, module in replica.named_modules() if isinstance(module, _BatchNorm) and module.training]
     for name in norms:
         replica.get_submodule(name).eval()
@@ -123,8 +123,8 @@ def _compared(model: nn.Module, batch: Any, losses: Losses, options: dict[str, A
     return Check(rows, 0, str(dtype).removeprefix("torch."), _problems(rows), _warnings(rows))
 
 
-def _first(model: nn.Module, batch: Any, losses: Losses, num_examples: int) -> Any:
-    """The first examples of the batch."""
+def _first(model: nn.Module, batch: Any, losses: Losses, num_examples: int) -> tuple[Any, int]:
+    """The first examples of the batch, and how many they are."""
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         values = losses(copy.deepcopy(model), batch)
     if not isinstance(values, Tensor) or values.dim() != 1:
@@ -136,7 +136,8 @@ def _first(model: nn.Module, batch: Any, losses: Losses, num_examples: int) -> A
     count = len(values)
     if count < 2:
         raise UsageError("The batch has one example; at least 2 are needed.")
-    return tree_map_only(Tensor, lambda t: t[:num_examples] if t.dim() and len(t) == count else t, batch)
+    few = tree_map_only(Tensor, lambda t: t[:num_examples] if t.dim() and len(t) == count else t, batch)
+    return few, min(num_examples, count)
 
 
 def _in_float64(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:

@@ -17,7 +17,7 @@ import torch
 
 from inloop.atomic_files import write_atomically
 from inloop.distributed import rank
-from inloop.errors import CheckpointError
+from inloop.errors import CheckpointError, UsageError
 
 _FORMAT = 1
 _HEADER = re.compile(rb"inloop checkpoint (\d+) ([0-9a-f]{64})\n")
@@ -43,7 +43,7 @@ class Checkpoints:
 
     def __init__(self, folder: str | Path, keep: int = 2) -> None:
         if keep < 1:
-            raise CheckpointError(f"keep={keep}: allowed are whole numbers from 1; 2 leave one to go back to.")
+            raise UsageError(f"keep={keep}: allowed are whole numbers from 1; 2 leave one to go back to.")
         self.folder = Path(folder)
         self.keep = keep
 
@@ -81,6 +81,8 @@ class Checkpoints:
         steps = self.steps()
         if step is None and not steps:
             return None
+        if step is not None and step not in steps:
+            raise CheckpointError(f"{self.folder} has no checkpoint of step {step}; it has {steps or 'none'}.")
         chosen = steps[-1] if step is None else step
         try:
             return chosen, read_checkpoint(self.path(chosen))

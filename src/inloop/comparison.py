@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from inloop.alignment import Tape, capture
-from inloop.alignment.batch_size import AnyCall
 from inloop.alignment.call import LayerCall, leaves_of
 from inloop.alignment.operation import Operation
-from inloop.alignment.reduced import ReducedCall
+from inloop.alignment.reduced import AnyCall, ReducedCall
 
 Losses = Callable[[nn.Module, Any], Tensor]
 
@@ -30,7 +29,7 @@ class Row:
         relative_error: Largest difference to brute force, as a share of the parameter's largest contribution; None if not counted.
         bytes_per_example: What is kept of each example until the next step.
         cost: Share of the time that the rewards take.
-        note: Why it is approximate, or not counted, or what it needs; empty if there is nothing to say.
+        note: Why it is not counted, or what it costs; empty if there is nothing to say.
     """
 
     parameter: str

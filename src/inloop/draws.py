@@ -23,39 +23,43 @@ class Draw:
         everyone: For the examples of all processes that train together, in their order.
         counts: How many of them each process has.
         version: How many updates the policy had seen by then.
-        neutral: Whether these are the plain choices of an interleaved step, which are never paid.
-        rewarded: Which of everyone's examples will be paid, in order; None for all.
+        plain: Whether these are the neutral choices of a plain step, which is never paid.
+        paid_examples: Which of everyone's examples will be paid, in order; None for all.
     """
 
     everyone: Actions
     counts: tuple[int, ...]
     policy: Policy
     version: int
-    neutral: bool = False
-    rewarded: Tensor | None = None
+    plain: bool = False
+    paid_examples: Tensor | None = None
 
     @property
     def paid(self) -> Actions:
         """Everyone's actions that will be paid."""
         return (
-            self.everyone if self.rewarded is None else map_actions(lambda all_N: all_N[self.rewarded], self.everyone)
+            self.everyone
+            if self.paid_examples is None
+            else map_actions(lambda all_N: all_N[self.paid_examples], self.everyone)
         )
 
     @property
     def paid_counts(self) -> tuple[int, ...]:
         """How many of them each process has."""
-        if self.rewarded is None:
+        if self.paid_examples is None:
             return self.counts
         ends = torch.tensor(self.counts).cumsum(0)
-        return tuple(torch.bincount(torch.bucketize(self.rewarded, ends, right=True), minlength=len(ends)).tolist())
+        return tuple(
+            torch.bincount(torch.bucketize(self.paid_examples, ends, right=True), minlength=len(ends)).tolist()
+        )
 
     @property
-    def rows(self) -> Tensor | None:
+    def paid_here(self) -> Tensor | None:
         """Which of this process's examples will be paid; None for all."""
-        if self.rewarded is None:
+        if self.paid_examples is None:
             return None
         start, stop = self.mine.start, self.mine.stop
-        rows: Tensor = self.rewarded[(self.rewarded >= start) & (self.rewarded < stop)] - start
+        rows: Tensor = self.paid_examples[(self.paid_examples >= start) & (self.paid_examples < stop)] - start
         return rows
 
     @property
@@ -86,8 +90,8 @@ class Draw:
             "counts": list(self.counts),
             "policy": policy,
             "version": self.version,
-            "neutral": self.neutral,
-            "rewarded": self.rewarded,
+            "plain": self.plain,
+            "paid_examples": self.paid_examples,
         }
 
     @classmethod
@@ -98,7 +102,7 @@ class Draw:
         counts, processes = tuple(state["counts"]), world_size()
         if len(counts) != processes:
             counts = tuple(len(part) for part in torch.arange(sum(counts)).tensor_split(processes))
-        return cls(state["everyone"], counts, drawn_by, state["version"], state["neutral"], state["rewarded"])
+        return cls(state["everyone"], counts, drawn_by, state["version"], state["plain"], state["paid_examples"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +113,7 @@ class DrawnStep:
         scale: What its loss was multiplied with before it was back-propagated.
     """
 
-    step: Step
+    kept: Step
     draws: list[Draw]
     scale: float = 1.0
 
@@ -119,8 +123,8 @@ class DrawnStep:
         return cls(Step(num_examples, tape, None if losses_N is None else losses_N.detach()), draws, scale)
 
     @property
-    def neutral(self) -> bool:
-        return any(draw.neutral for draw in self.draws)
+    def plain(self) -> bool:
+        return any(draw.plain for draw in self.draws)
 
     @property
     def num_everyone(self) -> int:
@@ -135,25 +139,21 @@ class DrawnStep:
         parts = torch.split(rewards_N, [draw.paid_counts[rank()] for draw in self.draws])
         return torch.cat([gather_rows(part, draw.paid_counts) for draw, part in zip(self.draws, parts, strict=True)])
 
-    @property
-    def begun(self) -> bool:
-        """Whether a part of the step was paid already, so that it cannot be paid by another gradient."""
-        return self.step.tape is not None and self.step.tape.begun
-
     def begun_with_other(self, gradients: Direction) -> bool:
-        return self.step.tape is not None and self.step.tape.begun_with_other(gradients)
+        """Whether a part was paid already, by what are not, or not any more, these gradients."""
+        return self.kept.tape is not None and self.kept.tape.begun_with_other(gradients)
 
     def release(self) -> None:
-        if self.step.tape is not None:
-            self.step.tape.release()
+        if self.kept.tape is not None:
+            self.kept.tape.release()
 
     def state_dict(self) -> dict[str, Any]:
-        tape = None if self.step.tape is None else tape_state(self.step.tape)
+        tape = None if self.kept.tape is None else tape_state(self.kept.tape)
         return {
             "draws": [draw.state_dict() for draw in self.draws],
-            "num_examples": self.step.num_examples,
+            "num_examples": self.kept.num_examples,
             "tape": tape,
-            "losses": self.step.losses_N,
+            "losses": self.kept.losses_N,
             "scale": self.scale,
         }
 

@@ -44,12 +44,14 @@ from inloop.step_checks import (
     refuse_other_batch_sizes,
     refuse_other_losses,
     refuse_other_parts,
+    refuse_state_of_other,
     scale_of,
     warn_of_coupled_examples,
     what_is_not_finite,
 )
 
 log = logging.getLogger("inloop")
+_STATE = {"policy", "updater", "generator", "num_steps", "num_dropped", "draws", "previous", "pending", "recording"}
 
 
 class InLoop:
@@ -62,7 +64,8 @@ class InLoop:
             :class:`~inloop.rewards.Reward`.
         reference: What a step is judged by: "next" (the next step, as in the paper), "previous" (the step before), or a
             function that returns a scalar loss on held-out data; it is evaluated at the parameters after the step.
-        accumulate: Paid steps for each policy update.
+        accumulate: Paid steps for each policy update. (A policy with a rule of its own, as the baselines of :mod:`inloop.policies`, has no use for
+            this, nor for ``policy_optimizer`` and ``normalisation``.)
         interleave: Let every second step use the policy's neutral choices (for a mixture all sources alike, the bad ones, too, which
             makes them harder to find; for augmentation no operation); such a step pays the one before it, trains the
             model like any other, and is not paid itself.
@@ -220,7 +223,7 @@ class InLoop:
             self._recording.one_pass = False
             paid.release()
             return {"dropped": CHANGED_GRADIENTS}
-        rewards_N = self.reward(paid.step, reference)
+        rewards_N = self.reward(paid.kept, reference)
         if self.reward.needs_tape:
             rewards_N = rewards_N / (paid.scale * reference.scale)
         rewards_N = paid.rewards_of_everyone(rewards_N)
@@ -267,12 +270,12 @@ class InLoop:
             log.info("the passes since the last step left no gradient; what was sampled for them is forgotten")
             self._recording.one_pass = False  # the next such pass costs no payment
             self.skip()
-        if self.part < 1 and self.reward.needs_tape and not draw.neutral and self._recording.may_record_less():
-            draw = self._sampler.choose_rewarded(draw, self.part)
+        if self.part < 1 and self.reward.needs_tape and not draw.plain and self._recording.may_record_less():
+            draw = self._sampler.choose_paid(draw, self.part)
         self._sampler.waiting.append(draw)
-        if draw.neutral:
+        if draw.plain:
             self._recording.recorder.stop()  # never paid, so nothing to record
-        self._recording.expect(len(self._sampler.waiting) - 1, draw.rows)
+        self._recording.expect(len(self._sampler.waiting) - 1, draw.paid_here)
 
     @property
     def loss_weight(self) -> float:
@@ -314,11 +317,11 @@ class InLoop:
 
     def _expect_waiting(self) -> None:
         for batch, draw in enumerate(self._sampler.waiting):
-            self._recording.expect(batch, draw.rows)
+            self._recording.expect(batch, draw.paid_here)
 
     def _finish_recording(self, draws: list[Draw], gradients: Direction, norm: float) -> Tape | None:
         """Take the step's tape, if it has one, and refuse what cannot be a training step."""
-        plain = any(draw.neutral for draw in draws)
+        plain = any(draw.plain for draw in draws)
         tape = None if plain else self._recording.tape
         refuse_missing_gradients(tape, gradients, norm)
         if self.reward.needs_tape and not plain:
@@ -386,7 +389,7 @@ class InLoop:
             self._recording.pay_early(None)
         return {
             "policy": {name: value.clone() for name, value in self.policy.state_dict().items()},
-            "reinforce": self.updater.state_dict(),
+            "updater": self.updater.state_dict(),
             "generator": self._sampler.generator.get_state(),
             "num_steps": self.num_steps,
             "num_dropped": self.num_dropped,
@@ -397,17 +400,18 @@ class InLoop:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`; what is pending here is dropped."""
-        if missing := {"policy", "reinforce", "generator", "num_steps"} - set(state):
+        if missing := _STATE - set(state):
             raise UsageError(
                 f"This is no state of an InLoop learner: it has no {sorted(missing)}; it has {sorted(state)[:5]}."
             )
-        # All that can fail comes first, so that a state that does not fit changes nothing.
+        refuse_state_of_other(self.policy, state["policy"])
+        # What is likely to fail comes first, so that a state that does not fit changes nothing.
         draws = [Draw.restored(self.policy, saved) for saved in state["draws"]]
         self._recording.load_state_dict(state["recording"])
         saved = state["pending"]
         step = None if saved is None else DrawnStep.restored(self.policy, self._recording.recorder.plan, saved)
         self.policy.load_state_dict(state["policy"])
-        self.updater.load_state_dict(state["reinforce"])
+        self.updater.load_state_dict(state["updater"])
         self._sampler.generator.set_state(state["generator"])
         self.num_steps, self.num_dropped = state["num_steps"], state["num_dropped"]
         self._pending.restore(step, state["previous"])

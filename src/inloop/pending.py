@@ -39,20 +39,20 @@ class Pending:
     @property
     def tape(self) -> Tape | None:
         """Of the step that waits."""
-        return None if self.step is None else self.step.step.tape
+        return None if self.step is None else self.step.kept.tape
 
     @property
     def begun(self) -> bool:
         """Whether a part of the step was paid already, so that no other gradient can pay it."""
-        return self.step is not None and self.step.begun
+        return self.tape is not None and self.tape.begun
 
     def match(self, current: DrawnStep, now: Reference) -> tuple[DrawnStep | None, Reference]:
         """Which step can be paid now, and what it is judged by; keeps what later steps will need."""
         if self.reference == "previous":
             before, self._previous = self._previous, now.detached()
-            paid, now = (None, now) if before is None or current.neutral else (current, before)
+            paid, now = (None, now) if before is None or current.plain else (current, before)
         else:
-            paid, self.step = self.step, None if current.neutral else current
+            paid, self.step = self.step, None if current.plain else current
             if paid is not None and callable(self.reference):
                 now = held_out_reference(self._model, self.reference, with_gradient=self._reward.needs_tape)
         self._matched_since_saved = self._matched_since_saved or paid is not None

@@ -24,10 +24,6 @@ class Reinforce:
     def __init__(
         self, policy: Policy, optimizer: torch.optim.Optimizer, accumulate: int, normalisation: Normalisation
     ) -> None:
-        if accumulate < 1:
-            raise UsageError(f"accumulate={accumulate}: allowed are whole numbers from 1.")
-        if normalisation not in get_args(Normalisation):
-            raise UsageError(f"normalisation={normalisation!r}: allowed are {', '.join(get_args(Normalisation))}.")
         held = {id(p) for group in getattr(optimizer, "param_groups", []) for p in group["params"]}
         if not {id(p) for p in trainable(policy)} <= held <= {id(p) for p in policy.parameters()}:
             raise UsageError(
@@ -129,7 +125,15 @@ def make_updater(
     policy: Policy, optimizer: torch.optim.Optimizer | None, accumulate: int, normalisation: Normalisation
 ) -> Reinforce | OwnRule:
     """What lets this policy learn: its own rule, if it has one, else REINFORCE, by default with ``Adam(lr=0.1)``."""
+    if accumulate < 1:
+        raise UsageError(f"accumulate={accumulate}: allowed are whole numbers from 1.")
+    if normalisation not in get_args(Normalisation):
+        raise UsageError(f"normalisation={normalisation!r}: allowed are {', '.join(get_args(Normalisation))}.")
     if isinstance(policy, SelfTaught):
+        if optimizer is not None:
+            raise UsageError(
+                f"A {type(policy).__name__} learns by a rule of its own, and has no use for an optimizer. Fix: leave out policy_optimizer."
+            )
         return OwnRule(policy)
     if not trainable(policy):
         raise UsageError(

@@ -18,8 +18,9 @@ class StepReport:
     Attributes:
         step: The number of this step, from 1.
         lag: How many updates the policy made between drawing this step's actions and their use.
-        dropped: Why this step, and the one that waited for it, was dropped; None if it was not.
-        num_dropped: How many steps were dropped so far.
+        dropped: Why the step that waited went unpaid; None if it did not. (After a loss or a gradient that is not finite this step will not be
+            paid, either.)
+        num_dropped: How often that was so.
         probabilities: The policy after this step.
         updated: Whether the policy moved.
         reward_mean: Mean of the rewards that were paid, nan if none were.
@@ -44,12 +45,12 @@ class StepReport:
 
     @property
     def collapsing(self) -> bool:
-        """Whether a few sources have nearly everything; see :func:`is_collapsing`. False for policies that are no mixture."""
+        """Whether a few choices have nearly everything; see :func:`is_collapsing`."""
         return is_collapsing(self.shares)
 
     @property
     def shares(self) -> list[float]:
-        """Of the sources, if the policy is a mixture or has one called "source"; else none."""
+        """The probability of each choice, if the policy has one choice to make; of a product that of its factor "source"; else none."""
         p = self.probabilities.get("source") if isinstance(self.probabilities, Mapping) else self.probabilities
         return p.tolist() if isinstance(p, Tensor) and p.dim() == 1 else []
 
@@ -69,9 +70,9 @@ def is_collapsing(probabilities: Sequence[float]) -> bool:
 
 def describe_collapse(probabilities: Sequence[float]) -> str:
     return (
-        f"the policy is collapsing, to {effective_number(probabilities):.1f} effective sources of {len(probabilities)}; the largest has a "
-        f"share of {max(probabilities):.2f}. Sources that are alike favour each other. Remedies: a floor, share limits, a held-out reference; "
-        "or interleaving with plain steps, if no source can be bad."
+        f"the policy is collapsing, to {effective_number(probabilities):.1f} effective choices of {len(probabilities)}; the largest has a "
+        f"share of {max(probabilities):.2f}. Sources that are alike favour each other. Remedies: MixturePolicy(floor=, ceiling=); "
+        "InLoop(reference=), a function that returns a held-out loss; or InLoop(interleave=True), if no source can be bad."
     )
 
 

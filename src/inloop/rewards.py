@@ -2,6 +2,7 @@
 
 gradient alignment (GAR)     r_i = <∇l_i(θ_t), ∇L(θ_{t+1})>        one reward for each example (equation 1)
 next-step loss (NSLR)        r   = -L(θ_{t+1})                     one reward for the whole batch
+loss                         r_i = l_i(θ_t)                        for baselines that follow the loss
 """
 
 from abc import ABC, abstractmethod
@@ -177,5 +178,5 @@ def check_reference(reference: object, reward: Reward) -> None:
         )
     if reference == "previous" and not reward.needs_tape:
         raise UsageError(
-            "reference='previous' has no meaning for a next-step loss. Fix: use reference='next' or a function."
+            f"reference='previous' is a gradient, of which {type(reward).__name__} makes no use. Fix: use reference='next', or reward='gar'."
         )

@@ -1,6 +1,7 @@
 """Draws actions, each with a copy of the policy that drew them, and keeps them until their step."""
 
 import copy
+import numbers
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -30,6 +31,8 @@ class Sampler:
 
     def draw(self, n: int, version: int, plain: bool) -> Draw:
         """For ``n`` examples of this process; all processes draw together, for the examples of all of them."""
+        if not isinstance(n, numbers.Integral) or n < 0:
+            raise UsageError(f"A number of examples is a whole number from 0; got {n!r}.")
         self._join_others()
         source = self.policy.neutral if plain else self.policy.sample
         counts = gather_counts(n)
@@ -49,13 +52,13 @@ class Sampler:
             begin_alike(self.generator, self.policy)
             self._copy = None
 
-    def choose_rewarded(self, draw: Draw, part: float) -> Draw:
+    def choose_paid(self, draw: Draw, part: float) -> Draw:
         """The draw with a random part of its examples to be paid: at least one, the same whatever the number of processes."""
         if draw.num_everyone == 0:
             return draw
         some = max(1, round(part * draw.num_everyone))
-        rewarded = torch.randperm(draw.num_everyone, generator=self.generator)[:some].sort().values
-        return replace(draw, rewarded=rewarded)
+        paid = torch.randperm(draw.num_everyone, generator=self.generator)[:some].sort().values
+        return replace(draw, paid_examples=paid)
 
     def take(self, actions: Actions | None, version: int) -> list[Draw]:
         """The draws of a step: all that wait, or the one of these actions, or a new one if they were drawn elsewhere."""

@@ -4,7 +4,7 @@ import hashlib
 import logging
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
@@ -19,6 +19,7 @@ from inloop.alignment.batch_size import Structure, batch_sizes, structure_of
 from inloop.distributed import gather_numbers, is_distributed, is_sharded, own_part, whole
 from inloop.draws import Draw
 from inloop.errors import BatchSizeError, UsageError
+from inloop.policies import Policy
 
 log = logging.getLogger("inloop")
 
@@ -142,12 +143,23 @@ def refuse_other_parts(tape: Tape, draws: Sequence[Draw]) -> None:
     """Raise if other examples were recorded than will be paid."""
     batches = sorted({call.batch for call in tape.calls})
     parts = [tape.part.get(batch) for batch in batches]
-    rows = [draw.rows for draw in draws]
+    rows = [draw.paid_here for draw in draws]
     if len(parts) != len(rows) or not all(_same_rows(*pair) for pair in zip(parts, rows, strict=True)):
         raise UsageError(
             "With part= below 1, batches must be trained on in the order in which they were sampled, each before the next is sampled, and with "
             "the actions that were sampled. Fix: for batches that are chosen ahead, use learner.draw(n) and call learner.use(draw) right before "
             "each is trained on."
+        )
+
+
+def refuse_state_of_other(policy: Policy, state: Mapping[str, Tensor]) -> None:
+    """Raise unless a state is one of such a policy."""
+    ours = {name: list(value.shape) for name, value in policy.state_dict().items()}
+    theirs = {name: list(value.shape) for name, value in state.items()}
+    if ours != theirs:
+        raise UsageError(
+            f"The state is of a policy with {theirs}; this one, a {type(policy).__name__}, has {ours}. Fix: make the policy as it was when the "
+            "state was saved."
         )
 
 

@@ -27,6 +27,7 @@ from inloop.policies import RewardSummary
 from inloop.report import StepReport
 
 LEAST_STEPS = 5  # with fewer, nothing is said of a source
+LEAST_EFFECT = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class SourceVerdict:
 
 
 class RewardStatistics:
-    """Collects the rewards of each source from a learner's reports; use its ``add`` as, or in, the learner's callback.
+    """Collects the rewards of each source from a learner's reports; use it as the learner's callback, or call ``add`` in yours.
 
     Args:
         num_sources: K.
@@ -58,7 +59,7 @@ class RewardStatistics:
         least_effect: The smallest advantage, in standard deviations of a step's rewards, that counts.
     """
 
-    def __init__(self, num_sources: int, level: float = 0.95, least_effect: float = 0.02) -> None:
+    def __init__(self, num_sources: int, level: float = 0.95, least_effect: float = LEAST_EFFECT) -> None:
         if not 0 < level < 1:
             raise UsageError(f"level={level}: allowed are numbers between 0 and 1.")
         self.level = level
@@ -77,6 +78,11 @@ class RewardStatistics:
         rewards = report.rewards["source"] if isinstance(report.rewards, dict) else report.rewards
         if not isinstance(rewards, RewardSummary) or not report.reward_std > 0:
             return
+        num_sources = self._sums.shape[1]
+        if len(rewards.count_K) != num_sources:
+            raise UsageError(
+                f"RewardStatistics({num_sources}) was given the rewards of {len(rewards.count_K)} sources. Fix: RewardStatistics({len(rewards.count_K)})."
+            )
         n_K = rewards.count_K.double().cpu()
         d_K = advantage(n_K, rewards.mean_K.double().cpu(), report.reward_std)
         n_K = torch.where(d_K.isnan(), 0.0, n_K)
@@ -110,12 +116,14 @@ class RewardStatistics:
         return {"num_steps": self.num_steps, "sums": self._sums.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["sums"].shape != self._sums.shape:
+            raise UsageError(f"The state is of {state['sums'].shape[1]} sources; this has {self._sums.shape[1]}.")
         self.num_steps = state["num_steps"]
         self._sums.copy_(state["sums"])
 
 
 def t_quantile(probability: float, degrees: float) -> float:
-    """Of Student's t, by Cornish and Fisher's expansion; within 3% from 4 degrees of freedom on, up to probability 0.999."""
+    """Of Student's t, by Cornish and Fisher's expansion; within 4% from 4 degrees of freedom on, up to probability 0.999."""
     z = NormalDist().inv_cdf(probability)
     return (
         z

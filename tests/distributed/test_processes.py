@@ -240,7 +240,7 @@ def loader_over(world_batch, num_steps, state):
     model = DistributedDataParallel(nn.Linear(1, 1))
     mixture = inloop.Mixture(sources)
     learner = inloop.InLoop(model, inloop.MixturePolicy(3), accumulate=1)
-    loader = mixture.loader(learner, world_batch // distributed.world_size(), num_workers=1, num_steps=10)
+    loader = mixture.loader(learner, world_batch // distributed.world_size(), num_workers=1, num_batches=10)
     if state is not None:
         learner.load_state_dict(state["learner"])
         loader.load_state_dict(state["loader"])

@@ -14,7 +14,7 @@ def train(steps, micro_batches, folder=None, save_at=None, resume=False):
     net, mixture, record = make_net(), make_mixture(), []
     net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.2))
     learner = inloop.InLoop(net, inloop.MixturePolicy(3), **make_options())
-    loader = mixture.loader(learner, 16, micro_batches=micro_batches, num_steps=steps * micro_batches)
+    loader = mixture.loader(learner, 16, micro_batches=micro_batches, num_batches=steps * micro_batches)
     accelerator.register_for_checkpointing(learner, loader)
     if resume:
         accelerator.load_state(folder)

@@ -56,7 +56,7 @@ def fit(folder, steps, record, *, checkpoint=None, interleave=False, **options):
     data = WithValidation(make_mixture(), 16, batches_per_epoch=7, **options.pop("loader", {}))
     callback = InLoopCallback(
         data,
-        on_report=lambda report: record.append((report.probabilities, report.reward_mean)),
+        callback=lambda report: record.append((report.probabilities, report.reward_mean)),
         interleave=interleave,
         **make_options(),
     )
@@ -87,7 +87,7 @@ def test_accumulation_is_the_same_as_the_plain_loop(tmp_path):
     record = []
     data = MixtureDataModule(make_mixture(), 16, batches_per_epoch=8)
     callback = InLoopCallback(
-        data, on_report=lambda report: record.append((report.probabilities, report.reward_mean)), **make_options()
+        data, callback=lambda report: record.append((report.probabilities, report.reward_mean)), **make_options()
     )
     quiet_trainer(
         [callback], enable_checkpointing=False, max_steps=12, accumulate_grad_batches=2, gradient_clip_val=CLIP
@@ -113,7 +113,7 @@ def test_it_may_save_within_a_step_and_begin_again(tmp_path):
 
     states, record = [], []
     data = MixtureDataModule(make_mixture(), 16, batches_per_epoch=8)
-    callback = InLoopCallback(data, on_report=record.append, **make_options())
+    callback = InLoopCallback(data, callback=record.append, **make_options())
     for steps in (6, 12):
         trainer = quiet_trainer(
             [callback, Saves()], enable_checkpointing=False, max_steps=steps, accumulate_grad_batches=2
@@ -141,7 +141,7 @@ class Unusual(Module):
 def test_batches_that_are_skipped_and_a_fit_that_fails(tmp_path):
     record = []
     data = MixtureDataModule(make_mixture(), 16, batches_per_epoch=9)
-    callback = InLoopCallback(data, on_report=record.append)
+    callback = InLoopCallback(data, callback=record.append)
 
     def fit_once(module):
         quiet_trainer([callback], enable_checkpointing=False, max_epochs=1).fit(module, data)

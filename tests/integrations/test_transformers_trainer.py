@@ -138,8 +138,10 @@ def test_three_lines_for_sources_from_datasets(tmp_path):
     model = transformers.BertForSequenceClassification(config)
 
     mixture = inloop.Mixture([first, second, third])
-    trainer = MixtureTrainer(model=model, args=arguments, mixture=mixture)
+    reports = []
+    options = {"callback": reports.append}
+    trainer = MixtureTrainer(model=model, args=arguments, mixture=mixture, learner_options=options)
     trainer.train()
 
     assert trainer.learner.num_steps == 4
-    assert int(trainer.driver.report.rewards.count_K.sum()) == 8
+    assert int(reports[-1].rewards.count_K.sum()) == 8

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -306,10 +307,12 @@ def test_runs_with_different_recipes_are_not_compared(tmp_path, capsys):
 
 
 def test_folders_are_named_after_what_is_unusual():
-    assert with_augment_defaults("digits").folder_name() == "augment-digits-wrn-10-1-ola-wl"
-    assert with_augment_defaults("digits", epochs=3).folder_name() == "augment-digits-wrn-10-1-ola-wl-epochs-3"
-    assert "warmup-4" in with_augment_defaults("cifar10", epochs=80, warmup=4).folder_name()
-    assert with_augment_defaults("cifar10", augment="aa").folder_name() == "augment-cifar10-wrn-28-10-aa"
+    digits, cifar10, own = (with_augment_defaults(name, side=16) for name in ("digits", "cifar10", "own.npz"))
+    assert digits.folder_name(digits) == "augment-digits-wrn-10-1-ola-wl"
+    assert with_augment_defaults("digits", epochs=3).folder_name(digits) == "augment-digits-wrn-10-1-ola-wl-epochs-3"
+    assert "warmup-4" in with_augment_defaults("cifar10", epochs=80, warmup=4).folder_name(cifar10)
+    assert own.folder_name(own) == "augment-own-wrn-28-10-ola-wl"
+    assert replace(own, augment="aa").folder_name(own) == "augment-own-wrn-28-10-aa"
 
 
 def test_small_images_of_ones_own_get_a_smaller_crop_and_cutout():

@@ -129,7 +129,7 @@ def test_options_change_the_run(options, data):
         ({"network": "vgg"}, "network='vgg': allowed are fc, fc-bn"),
         ({"sources": 1}, "sources=1: allowed are whole numbers from 2"),
         ({"reward": "oracle", "noise": "none"}, "leaves out the noisy split"),
-        ({"reward": "nslr", "reference": "previous"}, "has no meaning for it"),
+        ({"reward": "nslr", "reference": "previous"}, "reference='previous' is for reward='gar'"),
     ],
 )
 def test_bad_settings_are_named(options, message):
@@ -246,7 +246,9 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("inloop.atomic_files.os.fsync", full)
-    with pytest.raises(FileWriteError, match="could not be written .*No space left.* the one before it is still there"):
+    with pytest.raises(
+        FileWriteError, match="could not be written .*No space left.* what was there before is unchanged"
+    ):
         write_atomically(path, lambda file: file.write(b"new"))
     assert path.read_bytes() == b"old"
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint.pt"]
@@ -259,6 +261,11 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
     with pytest.raises(RunFolderError, match=r"belongs to another run \(network: 'fc-bn' there, 'fc' now\)"):
         RunFolder(tmp_path / "run", "splits", settings | {"network": "fc"})
     RunFolder(tmp_path / "run", "splits", settings | {"network": "fc"}, restart=True)
+    for restart in (False, True):
+        with pytest.raises(
+            RunFolderError, match=r"holds a run of 'splits', not of 'augment'. Fix: name another with --out\.$"
+        ):
+            RunFolder(tmp_path / "run", "augment", settings, restart=restart)
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters" / "dear.txt").write_text("keep me")
     for restart in (False, True):
@@ -313,6 +320,12 @@ def test_json_is_all_there_is_on_standard_output(tmp_path, capsys):
         (["--seeds", "0"], 2, "--seeds 0"),
         (["--noise", "human"], 1, "digits has no human labels"),
         (["--sources", "1600", "--batch", "20"], 1, "cannot be split into 1600 sources"),
+        (
+            ["--reward", "oracle", "--accumulate", "5"],
+            2,
+            "--accumulate does nothing with --reward oracle; it is for gar, nslr",
+        ),
+        (["--reward", "nslr", "--layers", "linear"], 2, "--layers does nothing with --reward nslr; it is for gar"),
     ],
 )
 def test_bad_input_gets_one_clear_line_and_its_exit_code(arguments, code, message, tmp_path, capsys):
@@ -382,7 +395,7 @@ def test_the_report_is_one_page_with_everything_escaped(tmp_path, capsys):
     assert page.count("<svg") == 1
     assert not re.search(r"(src|href)=\"(?!#)|url\((?!#)|@import", page)  # nothing is loaded from elsewhere
     assert {p.name for p in runs.glob("report-*")} == {"report-1-fc-bn.svg", "report-1-fc-bn.png"}
-    for part in ("Which source hurts", "noisy split", "oracle", "0 (noisy)", "effective epochs"):
+    for part in ("Which split hurts", "noisy split", "oracle", "0 (noisy)", "effective epochs"):
         assert part in page
 
 
@@ -397,6 +410,21 @@ def test_the_report_passes_over_what_is_no_run(tmp_path, capsys):
     assert run_cli(capsys, "report", str(tmp_path))[0] == 0
     page = (tmp_path / "report.html").read_text()
     assert page.count("<h2>") == 2  # runs that differ in more than network and reward are apart
+
+
+def test_a_seed_that_diverged_is_a_gap_in_the_report(tmp_path, capsys):
+    out = tmp_path / "run"
+    assert run_cli(capsys, "run", "splits", "--epochs", "2", "--seeds", "2", "--out", str(out))[0] == 0
+    result = json.loads((out / "seed-1/result.json").read_text())
+    result["epochs"][1]["loss"] = None
+    (out / "seed-1/result.json").write_text(json.dumps(result))
+    assert run_cli(capsys, "report", str(tmp_path))[0] == 0
+
+
+def test_folders_are_named_after_what_is_unusual():
+    usual = with_defaults("own.npz", 3000)
+    assert usual.folder_name(usual) == "splits-own-fc-bn-gar-labels"
+    assert with_defaults("own.npz", 3000, batch=100).folder_name(usual) == "splits-own-fc-bn-gar-labels-batch-100"
 
 
 def test_a_report_on_nothing_is_refused(tmp_path, capsys):

@@ -32,7 +32,7 @@ class RowStream(IterableDataset):
 
 
 class Training:
-    def __init__(self, sources, seed=0, num_steps=None, num_workers=0, batch_size=16, **options):
+    def __init__(self, sources, seed=0, num_batches=None, num_workers=0, batch_size=16, **options):
         self.model = make_net(seed=seed)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
         self.reports, self.batches = [], []
@@ -41,7 +41,7 @@ class Training:
             self.model, MixturePolicy(len(sources)), accumulate=2, callback=self.reports.append, **options
         )
         self.mixture = Mixture(sources)
-        self.loader = self.mixture.loader(self.learner, batch_size, num_steps=num_steps, num_workers=num_workers)
+        self.loader = self.mixture.loader(self.learner, batch_size, num_batches=num_batches, num_workers=num_workers)
 
     def run(self, stop_after=None):
         for done, (actions, (x, y)) in enumerate(self.loader, start=1):
@@ -79,7 +79,7 @@ SOURCES = {
 @pytest.mark.parametrize("kind", SOURCES)
 def test_examples_come_from_the_sources_that_the_actions_name(kind):
     sources = SOURCES[kind]()
-    training = Training(sources, num_steps=5, num_workers=2 if kind != "tensors" else 0).run()
+    training = Training(sources, num_batches=5, num_workers=2 if kind != "tensors" else 0).run()
     assert len(training.batches) == 5
     owner = {tuple(row.tolist()): k for k, s in enumerate(sources) for row in (s[0] if isinstance(s, tuple) else s.x)}
     for actions, x in training.batches:
@@ -88,7 +88,7 @@ def test_examples_come_from_the_sources_that_the_actions_name(kind):
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_change_of_the_policy_takes_effect_after_what_is_on_order(num_workers):
-    training = Training(SOURCES["datasets"](), num_steps=14, num_workers=num_workers).run()
+    training = Training(SOURCES["datasets"](), num_batches=14, num_workers=num_workers).run()
     most = max(report.lag for report in training.reports)
     # Two workers with two batches each on order: up to 4 batches, in which the policy moves every second step.
     assert most == {0: 0, 2: 2}[num_workers]
@@ -98,7 +98,7 @@ def test_a_change_of_the_policy_takes_effect_after_what_is_on_order(num_workers)
 @pytest.mark.parametrize("kind", ["datasets", "streams"])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_continued_run_equals_the_uninterrupted_one_with_workers_and_prefetch(kind, num_workers, tmp_path):
-    uninterrupted = Training(SOURCES[kind](), num_steps=16, num_workers=num_workers)
+    uninterrupted = Training(SOURCES[kind](), num_batches=16, num_workers=num_workers)
     iterator = iter(uninterrupted.loader)
 
     def advance(training, batches, steps):
@@ -115,7 +115,7 @@ def test_a_continued_run_equals_the_uninterrupted_one_with_workers_and_prefetch(
     torch.save(uninterrupted.state(), tmp_path / "state.pt")
     advance(uninterrupted, iterator, 10)
 
-    continued = Training(SOURCES[kind](), seed=3, num_steps=16, num_workers=num_workers)
+    continued = Training(SOURCES[kind](), seed=3, num_batches=16, num_workers=num_workers)
     continued.load(torch.load(tmp_path / "state.pt", weights_only=True))
     advance(continued, iter(continued.loader), 10)
     for (actions, x), (other_actions, other_x) in zip(continued.batches, uninterrupted.batches[6:], strict=True):
@@ -128,8 +128,8 @@ def test_a_continued_run_equals_the_uninterrupted_one_with_workers_and_prefetch(
 
 @pytest.mark.parametrize("kind", ["datasets", "streams"])
 def test_what_is_on_order_when_the_loop_is_left_comes_first_in_the_next(kind):
-    whole = Training(SOURCES[kind](), num_steps=8, num_workers=2).run()
-    in_two = Training(SOURCES[kind](), num_steps=8, num_workers=2).run(stop_after=3)
+    whole = Training(SOURCES[kind](), num_batches=8, num_workers=2).run()
+    in_two = Training(SOURCES[kind](), num_batches=8, num_workers=2).run(stop_after=3)
     assert in_two.mixture.drawn_K.sum() == 3 * 16  # what is on order is not counted as used
     in_two.run()
     assert len(in_two.batches) == 8
@@ -138,7 +138,7 @@ def test_what_is_on_order_when_the_loop_is_left_comes_first_in_the_next(kind):
 
 
 def test_interleaving_through_the_loader():
-    training = Training(SOURCES["datasets"](), num_steps=8, num_workers=2, interleave=True).run()
+    training = Training(SOURCES["datasets"](), num_batches=8, num_workers=2, interleave=True).run()
     assert [report.paid for report in training.reports] == [False, True] * 4
 
 
@@ -149,7 +149,7 @@ class Augmented(Rows):
 
 def test_random_transforms_in_workers_follow_the_seed_and_do_not_repeat():
     def first_batch(seed, skip=0):
-        training = Training([Augmented(*s) for s in make_sources(2, size=1)], seed=seed, num_steps=9, num_workers=1)
+        training = Training([Augmented(*s) for s in make_sources(2, size=1)], seed=seed, num_batches=9, num_workers=1)
         training.run(stop_after=skip) if skip else None
         return training.run(stop_after=1).batches[-1][1]
 
@@ -159,14 +159,14 @@ def test_random_transforms_in_workers_follow_the_seed_and_do_not_repeat():
 
 
 def test_saving_between_a_batch_and_its_step_is_refused():
-    training = Training(SOURCES["datasets"](), num_steps=4)
+    training = Training(SOURCES["datasets"](), num_batches=4)
     next(iter(training.loader))
     with pytest.raises(UsageError, match=r"save after learner.step"):
         training.loader.state_dict()
 
 
 def test_the_loader_does_not_touch_torchs_own_generator():
-    training = Training(SOURCES["datasets"](), num_steps=3, num_workers=1)
+    training = Training(SOURCES["datasets"](), num_batches=3, num_workers=1)
     before = torch.get_rng_state()
     training.run()
     assert torch.equal(torch.get_rng_state(), before)
@@ -252,7 +252,7 @@ def test_log_probabilities_are_those_of_the_policy_that_drew(num_workers, prefet
 
     learner.updater.add = watch
     sources = [Rows(x, y) for x, y in make_sources(3)]
-    loader = Mixture(sources).loader(learner, 8, num_workers=num_workers, prefetch=prefetch, num_steps=25)
+    loader = Mixture(sources).loader(learner, 8, num_workers=num_workers, prefetch=prefetch, num_batches=25)
     for _, (x, y) in loader:
         F.cross_entropy(model(x), y).backward()
         learner.step(1.0)

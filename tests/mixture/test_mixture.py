@@ -66,6 +66,8 @@ def test_examples_are_collated_as_by_a_dataloader():
 def test_bad_sources_and_actions_are_named():
     with pytest.raises(UsageError, match=r"Source 1 is a Tensor. Allowed are"):
         Mixture([(torch.zeros(2),), torch.zeros(2)])
+    with pytest.raises(UsageError, match="got a zip"):
+        Mixture(zip([torch.zeros(2)], [torch.zeros(2)], strict=True))
     with pytest.raises(UsageError, match="got a dict"):
         Mixture({"a": (torch.zeros(2),), "b": (torch.zeros(2),)})
     with pytest.raises(UsageError, match=r"different lengths: \[2, 3\]"):

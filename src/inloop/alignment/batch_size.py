@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from inloop.alignment.call import LayerCall
-from inloop.alignment.reduced import ReducedCall
+from inloop.alignment.reduced import AnyCall
 from inloop.errors import BatchSizeError, UnsupportedLayerError
 
-AnyCall = LayerCall | ReducedCall
 Structure = frozenset[tuple[tuple[int, str, int], int]]
 
 
@@ -18,6 +17,7 @@ def batch_sizes(calls: Sequence[AnyCall]) -> dict[int, int]:
 
     Raises:
         BatchSizeError: If the layers of one micro-batch disagree, or if one computes what all examples share.
+        UnsupportedLayerError: If a layer's output belongs to no example.
     """
     first: dict[int, AnyCall] = {}
     for call in calls:

@@ -88,7 +88,7 @@ class LayerCall:
 
     def in_half(self, halves: Halves) -> "LayerCall":
         """The call with its tensors in half precision, unless it is to be replayed, which must give the same output."""
-        if self.rule.keeps_parameters:
+        if self.rule.replays:
             return self
         return self._with(tree_map_only(Tensor, halves.of, (self.args, self.kwargs, self.dout)))
 

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from inloop.distributed import is_sharded, whole
 from inloop.errors import DirectionError
 
+Direction = Mapping[str, Tensor | None]
+
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
     """The direction that a backward pass has left: ``.grad`` of every parameter by name, None for a frozen one."""
@@ -16,7 +18,7 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
 
 
 def resolve_direction(
-    direction: Mapping[str, Tensor | None],
+    direction: Direction,
     aliases: Mapping[str, str],
     shapes: Mapping[str, torch.Size],
     needed: set[str],
@@ -60,9 +62,7 @@ def resolve_direction(
     return resolved
 
 
-def in_parts(
-    direction: Mapping[str, Tensor | None], layers: Iterable[Iterable[str]]
-) -> Iterator[Mapping[str, Tensor | None]]:
+def in_parts(direction: Direction, layers: Iterable[Iterable[str]]) -> Iterator[Mapping[str, Tensor | None]]:
     """The direction; if it is divided among processes, one layer's part after the other, gathered: never the whole model at once.
 
     All processes must come here, as they gather together: in the order of ``layers``, whatever they have recorded.

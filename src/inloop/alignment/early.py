@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from inloop.alignment.batch_size import AnyCall, of_part
-from inloop.alignment.reduced import ReducedCall
+from inloop.alignment.batch_size import of_part
+from inloop.alignment.reduced import AnyCall, ReducedCall
 from inloop.alignment.spare import Spare
 from inloop.errors import OverwrittenTensorError
 
@@ -73,7 +73,7 @@ class EarlyAlignment:
         self._gradients.clear()
 
     @property
-    def began(self) -> bool:
+    def begun(self) -> bool:
         """Whether a call was aligned, so that its tensors are gone."""
         return bool(self._aligned_with)
 

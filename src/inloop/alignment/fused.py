@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from inloop.alignment.batch_size import AnyCall
 from inloop.alignment.call import LayerCall
 from inloop.alignment.per_example import PerExample
-from inloop.alignment.reduced import ReducedCall, is_worthwhile
+from inloop.alignment.reduced import AnyCall, ReducedCall, is_worthwhile
 
 Write = Callable[[Tensor], AnyCall | None]
 

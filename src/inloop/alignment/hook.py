@@ -7,6 +7,7 @@ from functools import cache, wraps
 from typing import Any, Generic, TypeVar, cast
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 Owner = TypeVar("Owner")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -26,6 +27,11 @@ def not_compiled(function: Function) -> Function:
 @cache
 def _disabled(function: Callable[..., Any]) -> Callable[..., Any]:
     return cast(Callable[..., Any], torch.compiler.disable(function))
+
+
+def remove_all(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def _do_nothing(*_: object) -> None:

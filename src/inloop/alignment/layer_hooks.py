@@ -136,7 +136,7 @@ class AfterForward(_LayerHook):
         args, kwargs = detached(inputs, recorder.copy_inputs)
         rule = self.site.rule
         if not any(tensor.grad_fn is not None for tensor in tensors_in(inputs)):
-            tape.is_first(module.parameters())
+            tape.note_first(module.parameters())
         call = LayerCall(
             name=self.site.name,
             layer=state.layer if state else make_twin(module, _parameters_to_keep(module, rule.keeps_parameters)),

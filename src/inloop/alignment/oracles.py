@@ -15,11 +15,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from inloop.alignment.direction import resolve_direction
+from inloop.alignment.direction import Direction, resolve_direction
 from inloop.alignment.plan import canonical_names
 from inloop.errors import UsageError
-
-Direction = Mapping[str, Tensor | None]
 
 
 def align_by_loss(model: nn.Module, losses_N: Tensor, direction: Direction) -> Tensor:

@@ -60,14 +60,14 @@ class Plan:
     Attributes:
         aliases: Every name of every parameter -> its canonical name.
         shapes: Canonical name -> shape.
-        partly_covered: Tied parameters of which a part of the uses is not recorded.
+        used_elsewhere: Parameters of modules that are not recorded, be they left out or tied to ones that are.
         bare: Parameters that only the operations using them can account for, by canonical name.
     """
 
     sites: tuple[Site, ...]
     aliases: Mapping[str, str]
     shapes: Mapping[str, torch.Size]
-    partly_covered: frozenset[str]
+    used_elsewhere: frozenset[str]
     bare: Mapping[str, nn.Parameter]
 
     def trainable(self) -> set[str]:
@@ -138,10 +138,10 @@ def make_plan(model: nn.Module, layers: LayerFilter | None = None, batchnorm_aff
             "No layer with parameters is recorded. Fix: choose at least one with layers=, or leave that out."
         )
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    return Plan(tuple(sites), names, shapes, _partly_covered(model, sites, names) - set(bare), bare)
+    return Plan(tuple(sites), names, shapes, _used_elsewhere(model, sites, names) - set(bare), bare)
 
 
-def _partly_covered(model: nn.Module, sites: list[Site], names: Mapping[str, str]) -> frozenset[str]:
+def _used_elsewhere(model: nn.Module, sites: list[Site], names: Mapping[str, str]) -> frozenset[str]:
     recorded = {id(module) for site in sites for module in site.module.modules()}
     return frozenset(
         names[f"{path}.{local}" if path else local]

@@ -20,7 +20,7 @@ def record_use(tape: Tape, use: Use, parameters: dict[str, Tensor], layout: Layo
         layout: Where the examples are in its output.
     """
     _refuse_shared(use, layout, num_examples)
-    tape.is_first(parameters.values())
+    tape.note_first(parameters.values())
     out, args = use.out, tuple(tensor.detach() for tensor in use.data)
     call = LayerCall(
         name=f"{use.names[0]} {use.where}",

@@ -1,7 +1,7 @@
 """Recording: forward hooks that put a hook on each layer's output, which writes to a tape when the gradient arrives.
 
-The closure of that output hook owns the layer's input until then. So a forward pass under ``no_grad``, in evaluation, or
-one that is never differentiated leaves nothing, and an in-place activation after the layer does no harm.
+The tape holds what waits for its gradient, and lets go of it when it is closed. So a forward pass under ``no_grad`` leaves nothing, one that is
+never differentiated nothing beyond its step, and an in-place activation after the layer does no harm.
 Nothing is written on the user's modules; hooks in a copy of the model do nothing.
 """
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from inloop.alignment.early import EarlyAlignment
-from inloop.alignment.hook import not_compiled
+from inloop.alignment.hook import not_compiled, remove_all
 from inloop.alignment.layer_hooks import AfterForward, BeforeForward
 from inloop.alignment.layout import Layout, Layouts
 from inloop.alignment.plan import Plan, Site
@@ -50,7 +50,7 @@ class Recorder:
         self._layouts: Layouts = layouts or {}
         handles: list[RemovableHandle] = []
         # A recorder that is simply forgotten takes its hooks along: they know it only weakly.
-        self.remove_hooks = weakref.finalize(self, _remove_all, handles)
+        self.remove_hooks = weakref.finalize(self, remove_all, handles)
         for site in self.plan.sites:
             before, after = BeforeForward(self, site), AfterForward(self, site)
             if site.rule.replays:
@@ -102,9 +102,9 @@ class Recorder:
         """Record nothing more on the current tape, also of backward passes still to come."""
         if self.tape is not None:
             self.tape.close()
-            if self._watch is not None and self.tape.calls and not self._watch.found:
+            if self._watch is not None and self.tape.calls and not self._watch.is_needed:
                 self._layouts = self._watch.layouts
-                _remove_all(self._watch.handles)
+                remove_all(self._watch.handles)
                 self._watch = None
         self.tape = None
         if self._watch is not None:
@@ -115,11 +115,6 @@ class Recorder:
         self.stop()
         self.early = None
         self.remove_hooks()
-
-
-def _remove_all(handles: list[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
 
 
 class _AfterGradient:

@@ -1,8 +1,9 @@
 """Keeping less: where an example's gradient is smaller than what it is made of, it is formed at once.
 
 A recorded call holds x and dout until the next step. For layers with few parameters on many positions (the first convolutions of
-a network, normalisation layers) the per-example gradient ``∂l_i/∂θ``, shape [N, *θ], is smaller than both; then it is computed when
-dout arrives, x and dout are let go, and the alignment is its dot product with the direction. The result is the same.
+a network, normalisation layers) the per-example gradient ``∂l_i/∂θ``, shape [N, *θ], is smaller than both; then it is computed as soon as
+the layer's backward pass is over (by a fused layer within it), x and dout are let go, and the alignment is its dot product with the direction.
+The result is the same.
 """
 
 from collections.abc import Mapping
@@ -38,7 +39,6 @@ class ReducedCall:
     magnitudes: Mapping[str, Tensor] = field(default_factory=dict)
     num_positions: int = 0
     absolute: bool = False
-    has_examples: bool = True
     consecutive_ids: int = 0
 
     @property
@@ -108,6 +108,9 @@ class ReducedCall:
 
     def with_magnitudes(self) -> "ReducedCall":
         return replace(self, absolute=True)
+
+
+AnyCall = LayerCall | ReducedCall
 
 
 def is_worthwhile(call: LayerCall, fused: bool) -> bool:

@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
 
-from inloop.alignment.batch_size import AnyCall, batch_sizes
+from inloop.alignment.batch_size import batch_sizes
 from inloop.alignment.black_box import checked, randomness_of
 from inloop.alignment.call import LayerCall, tensors_in
 from inloop.alignment.layout import Layouts
 from inloop.alignment.plan import Plan, Site
 from inloop.alignment.probe import layouts_of
 from inloop.alignment.recorder import Recorder
+from inloop.alignment.reduced import AnyCall
 from inloop.alignment.rules import Rule
 from inloop.alignment.tape import Tape
 from inloop.alignment.twin import make_twin
@@ -181,7 +182,7 @@ def _replay(described: _Described, call: LayerCall, visit: Callable[[LayerCall],
                 "a function or module held outside of it. It cannot be run again. Fix: make that a submodule, or leave it out with layers=."
             )
         used = {plan.aliases[name] for name, value in parameters.items() if id(value) in reached}
-        refuse_unseen_uses(used - tape.accounted - plan.partly_covered)
+        refuse_unseen_uses(used - tape.accounted - plan.used_elsewhere)
         for black_box in tape.black_boxes:
             visit(black_box)
         recorder.remove()
@@ -222,7 +223,7 @@ class _VisitedTape(Tape):
         self.black_boxes: list[LayerCall] = []  # need backward passes of their own, which have no place within another
         self._visit = visit
 
-    def is_first(self, parameters: Iterable[Tensor]) -> None:
+    def note_first(self, parameters: Iterable[Tensor]) -> None:
         self.first_parameters.extend(p for p in parameters if p.requires_grad)
 
     def write(self, call: AnyCall) -> None:

@@ -7,12 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from inloop.alignment.batch_size import AnyCall
 from inloop.alignment.black_box import BLACK_BOX, per_example_gradients
 from inloop.alignment.call import Autocast, LayerCall, versions_of
 from inloop.alignment.operation import Operation
 from inloop.alignment.plan import Plan, Site
-from inloop.alignment.reduced import ReducedCall
+from inloop.alignment.reduced import AnyCall, ReducedCall
 from inloop.alignment.tape import Tape
 from inloop.alignment.twin import make_twin
 from inloop.errors import UsageError

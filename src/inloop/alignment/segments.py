@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from inloop.alignment.batch_size import batch_sizes
 from inloop.alignment.call import tensors_in
-from inloop.alignment.hook import Hook, not_compiled
+from inloop.alignment.hook import Hook, not_compiled, remove_all
 from inloop.alignment.plan import LayerFilter, Plan, Site, as_predicate, make_plan
 from inloop.alignment.reduced import ReducedCall
 from inloop.alignment.replay import replayed_site
@@ -34,7 +34,7 @@ class RunAgain:
             module.register_forward_pre_hook(_Note(self, name), with_kwargs=True)
             for name, module in model.named_modules()
         ]
-        self.remove = weakref.finalize(self, _remove_all, self.handles)
+        self.remove = weakref.finalize(self, remove_all, self.handles)
 
     def note(self, name: str, inputs: Any) -> None:
         tensors = tensors_in(inputs)
@@ -71,11 +71,6 @@ class _Note(Hook[RunAgain]):
         owner = self.owner()
         if owner is not None and torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
             owner.note(self.name, (args, kwargs))
-
-
-def _remove_all(handles: list[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
 
 
 def with_segments(

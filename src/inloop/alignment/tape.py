@@ -14,14 +14,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from inloop.alignment.batch_size import AnyCall, batch_sizes, of_part
+from inloop.alignment.batch_size import batch_sizes, of_part
 from inloop.alignment.black_box import BlackBoxState
 from inloop.alignment.call import LayerCall
-from inloop.alignment.direction import in_parts, resolve_direction
+from inloop.alignment.direction import Direction, in_parts, resolve_direction
 from inloop.alignment.early import EarlyAlignment
 from inloop.alignment.half import Halves
 from inloop.alignment.plan import Plan
-from inloop.alignment.reduced import ReducedCall, reduced
+from inloop.alignment.reduced import AnyCall, ReducedCall, reduced
 from inloop.alignment.reduced_box import reduced_box
 from inloop.alignment.spare import Spare
 from inloop.alignment.verification import refuse_unseen_uses, verify_calls
@@ -29,7 +29,6 @@ from inloop.errors import UnsupportedLayerError, UsageError
 
 Reduction = Literal["mean", "sum"]
 Retention = Literal["exact", "half", "recompute"]
-Direction = Mapping[str, Tensor | None]
 
 
 def check_reduction(reduction: str) -> None:
@@ -115,7 +114,7 @@ class Tape:
         """Whether layers may form their examples' gradients in their own backward pass; they form those of all examples, there."""
         return self.batch not in self.part
 
-    def is_first(self, parameters: Iterable[Tensor]) -> None:
+    def note_first(self, parameters: Iterable[Tensor]) -> None:
         """They are used before those of any other recorded layer."""
 
     def wait_for_gradient(
@@ -222,7 +221,7 @@ class Tape:
     @property
     def begun(self) -> bool:
         """Whether a part has been aligned early, and is gone."""
-        return self.early is not None and self.early.began
+        return self.early is not None and self.early.begun
 
     def begun_with_other(self, gradients: Direction) -> bool:
         """Whether a part has been aligned early with what are not, or not any more, these gradients."""
@@ -264,7 +263,7 @@ class Tape:
                 "Nothing was recorded. A tape is filled by a forward and a backward pass while it is open, through layers with "
                 "trainable parameters that meet the data. Fix: run both inside the `with inloop.capture(model) as tape:` block."
             )
-        refuse_unseen_uses(self._trainable & set(self.passes) - self.accounted - self._plan.partly_covered)
+        refuse_unseen_uses(self._trainable & set(self.passes) - self.accounted - self._plan.used_elsewhere)
         sizes = batch_sizes(self.calls) if self._sizes is None else self._sizes
         totals = {} if self.early is None else dict(self.early.sums)
         for part in in_parts(resolved, self._plan.layers()):
@@ -291,4 +290,4 @@ class Tape:
             VerificationError: Naming the first parameter that does not add up.
         """
         resolved = resolve_direction(gradients, self._plan.aliases, self._plan.shapes, self._trainable)
-        verify_calls(self.calls, resolved, self._trainable - self._plan.partly_covered, self._plan.layers())
+        verify_calls(self.calls, resolved, self._trainable - self._plan.used_elsewhere, self._plan.layers())

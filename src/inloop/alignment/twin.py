@@ -2,7 +2,8 @@
 
 ``torch.func.functional_call`` on the user's own layer is not enough here: it fires the user's hooks, moves
 BatchNorm's running statistics, and with sharded layers silently computes with the real weights. A twin is a
-shallow copy with its own parameter table, cloned buffers and no hooks, so nothing reaches the original.
+shallow copy with its own parameter table, cloned buffers and no hooks but those that are part of the computation
+(weight_norm, pruning), so nothing reaches the original.
 """
 
 from collections import OrderedDict

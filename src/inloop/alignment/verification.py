@@ -10,9 +10,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from inloop.alignment.batch_size import AnyCall
 from inloop.alignment.call import LayerCall
 from inloop.alignment.direction import in_parts
+from inloop.alignment.reduced import AnyCall
 from inloop.distributed import gather_numbers, sum_over_processes, whole, world_size
 from inloop.errors import VerificationError
 

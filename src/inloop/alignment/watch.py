@@ -27,7 +27,8 @@ class Watch:
         find_layouts: Says of a model and its inputs where the examples are in its outputs; None if that is known already.
 
     Attributes:
-        found: Whether any parameter was seen outside of a layer's call with data.
+        is_needed: Whether a pass has shown what must be watched in every one: a parameter outside of layers' calls, or examples that are not
+            on the first axis.
         layouts: Where the examples are in the layers' outputs, if not on the first axis.
         num_examples: Of the pass, as its first input says.
     """
@@ -40,7 +41,7 @@ class Watch:
         record: Callable[[Use, dict[str, Tensor], tuple[str, int]], None],
         find_layouts: Callable[[nn.Module, Any], Layouts] | None = None,
     ) -> None:
-        self.found = bool(plan.bare)
+        self.is_needed = bool(plan.bare)
         self.layouts: Layouts = {}
         self.num_examples: int | None = None
         self._plan, self._is_active, self._record, self._find_layouts = plan, is_active, record, find_layouts
@@ -78,7 +79,7 @@ class Watch:
             return
         if self._find_layouts is not None:
             self.layouts = self._find_layouts(model, inputs)
-            self.found |= bool(self.layouts)  # they are read with the number of examples of each pass
+            self.is_needed |= bool(self.layouts)  # they are read with the number of examples of each pass
         self._names.clear()
         self.parameters_changed()
         self.num_examples = first_length(inputs)
@@ -119,7 +120,7 @@ class Watch:
         whole = not counted or tracer.has_data(inputs) or tracer.has_row_for_each_example(inputs)
         self._layers.append(whole)
         if not whole:
-            self.found = True
+            self.is_needed = True
             return None
         if tracer.has_derived(inputs):
             inputs = tree_map_only(Tensor, lambda tensor: tracer.hand_over(tensor, name), inputs)
@@ -131,7 +132,7 @@ class Watch:
             self._tracer.leave_layer()
 
     def _use(self, use: Use) -> None:
-        self.found = True
+        self.is_needed = True
         which = (*use.names, use.where)
         self._record(use, {name: self._parameters[name] for name in use.names}, (str(which), self._num_uses[which]))
         self._num_uses[which] += 1

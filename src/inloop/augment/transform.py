@@ -11,7 +11,7 @@ from inloop.augment.execution import apply
 from inloop.errors import UsageError
 
 
-class Sampler(Protocol):
+class ChoosesOperations(Protocol):
     """Anything that chooses operations for n images, such as the policies of this package."""
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Any: ...
@@ -35,7 +35,7 @@ class Transform:
         torch.Size([3, 32, 32])
     """
 
-    def __init__(self, policy: Sampler, generator: torch.Generator | None = None) -> None:
+    def __init__(self, policy: ChoosesOperations, generator: torch.Generator | None = None) -> None:
         if isinstance(policy, type) or not callable(getattr(policy, "sample", None)):
             raise UsageError(f"Transform takes a policy with sample(n, generator); got {policy!r}.")
         self.policy = policy

@@ -1,6 +1,6 @@
-"""The command ``inloop``: run experiments, report on them.
+"""The command ``inloop``: run experiments, report on them, measure what a step costs, check a model.
 
-Exit codes: 0, 1 for a failure, 2 for wrong usage, 130 after Ctrl-C (with everything saved).
+Exit codes: 0, 1 for a failure, 2 for wrong usage, 130 after Ctrl-C (what goes to a folder or a file is saved).
 """
 
 import argparse
@@ -23,7 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _require_extras()
         code: int = options.run(options)
     except KeyboardInterrupt:
-        print("inloop: interrupted; what is finished is saved, the same command continues", file=sys.stderr)
+        saved = getattr(options, "out", None) is not None or hasattr(options, "restart")
+        promise = "; what is finished is saved, the same command continues" if saved else ""
+        print(f"inloop: interrupted{promise}", file=sys.stderr)
         return 130
     except UsageError as error:
         print(f"inloop: {error}", file=sys.stderr)

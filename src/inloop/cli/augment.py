@@ -6,11 +6,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import get_args
 
-from inloop.cli.run_options import DATA_HELP, add_run_options, check_seeds, train_seeds
+from inloop.cli.run_options import DATA_HELP, add_run_options, check_seeds, refuse_idle_options, train_seeds
 
 _AUGMENT_HELP = (
     "ola: learned in the run; ua: UniformAugment; ra: RandAugment; ta: TrivialAugment; aa: AutoAugment; fast-aa: Fast AutoAugment; pba: "
-    "Population Based Augmentation; none: crop and flip only; default: ola"
+    "Population Based Augmentation; none: crop, flip and Cutout only; default: ola"
 )
 
 
@@ -46,7 +46,9 @@ def add_augment(experiments: "argparse._SubParsersAction[argparse.ArgumentParser
     augment.add_argument(
         "--flip", action=argparse.BooleanOptionalAction, help="left-right, half the time; default: yes, for digits no"
     )
-    augment.add_argument("--cutout", type=int, help="side of the final Cutout; default: 16, for digits 0")
+    augment.add_argument(
+        "--cutout", type=int, help="side of the final Cutout; default: 16, for small images less, for digits 0"
+    )
     augment.add_argument("--accumulate", type=int, help="ola: paid steps for each update of the policy; default: 1")
     augment.add_argument("--policy-learning-rate", type=float, help="ola: of its Adam; default: 0.1")
     augment.add_argument("--normalisation", choices=("step", "center"), help="ola: of rewards; default: step")
@@ -68,7 +70,7 @@ def add_augment(experiments: "argparse._SubParsersAction[argparse.ArgumentParser
 
 def _run_augment(options: argparse.Namespace) -> int:
     from inloop.lab.augmentation.experiment import AugmentExperiment, choose_images
-    from inloop.lab.augmentation.settings import PRESETS, AugmentSettings, refuse_idle_options, with_augment_defaults
+    from inloop.lab.augmentation.settings import ONLY_FOR, PRESETS, AugmentSettings, with_augment_defaults
     from inloop.lab.augmentation.show import print_augment, summarise_augment
     from inloop.lab.data.named import load_data
     from inloop.lab.runs.folder import RunFolder
@@ -78,10 +80,11 @@ def _run_augment(options: argparse.Namespace) -> int:
     chosen = PRESETS.get(options.preset, {}) | {name: value for name, value in given.items() if value is not None}
     name = chosen.pop("data", "digits")
     data = load_data(name)
-    settings = with_augment_defaults(name, side=min(data.train_x.shape[2:]), **chosen)
-    refuse_idle_options(settings.augment, [name for name, value in given.items() if value is not None])
+    side = min(data.train_x.shape[2:])
+    settings = with_augment_defaults(name, side=side, **chosen)
+    refuse_idle_options("augment", settings.augment, given, ONLY_FOR)
     choose_images(data, settings)  # refuses what does not fit before anything is written
-    out = options.out or Path("runs") / settings.folder_name()
+    out = options.out or Path("runs") / settings.folder_name(with_augment_defaults(name, side=side))
     folder = RunFolder(
         out,
         "augment",

@@ -40,16 +40,18 @@ def _bench(options: argparse.Namespace) -> int:
     from inloop.lab.bench.guard import what_is_worse
     from inloop.lab.bench.measure import measure
     from inloop.lab.bench.show import as_json, describe, print_bench, read_bench, write_bench, write_bench_figure
-    from inloop.lab.bench.tasks import MODELS, is_model
+    from inloop.lab.bench.tasks import refuse_unknown_model
     from inloop.lab.bench.worker import ALL_MODES
 
     models, modes = options.models.split(","), (options.modes or ",".join(ALL_MODES)).split(",")
-    if unknown := [name for name in models if not is_model(name)]:
-        raise UsageError(f"--models {unknown[0]}: allowed are {', '.join(MODELS)}.")
+    for name in models:
+        refuse_unknown_model(name)
     if unknown := [name for name in modes if name not in ALL_MODES]:
         raise UsageError(f"--modes {unknown[0]}: allowed are {', '.join(ALL_MODES)}.")
-    if options.repeats < 1 or (options.batch or 2) < 2:
-        raise UsageError("--repeats must be at least 1, --batch at least 2.")
+    if options.repeats < 1:
+        raise UsageError(f"--repeats {options.repeats}: allowed are whole numbers from 1.")
+    if options.batch is not None and options.batch < 2:
+        raise UsageError(f"--batch {options.batch}: allowed are whole numbers from 2.")
     before = read_bench(options.against) if options.against is not None else []
     log = Console(stderr=True)
     rows = read_bench(options.out) if options.out is not None and options.out.exists() else []

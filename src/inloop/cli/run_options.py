@@ -1,7 +1,7 @@
 """What all experiments have in common on the command line."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,10 +19,21 @@ DATA_HELP = (
 
 
 def add_run_options(parser: argparse.ArgumentParser, seeds: int) -> None:
-    parser.add_argument("--seeds", type=int, default=seeds, help=f"number of runs; default: {seeds}")
+    parser.add_argument("--seeds", type=int, default=seeds, help=f"how many, from 0 on; default: {seeds}")
     parser.add_argument("--out", type=Path, help="folder of the run; default: runs/ and a name made of the settings")
     parser.add_argument("--restart", action="store_true", help="begin anew instead of continuing")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def refuse_idle_options(
+    option: str, chosen: str, given: Mapping[str, object], only_for: Mapping[str, Sequence[str]]
+) -> None:
+    """Refuse options that were given and would do nothing with what was chosen by ``option``."""
+    for name, value in given.items():
+        if value is not None and chosen not in (meant_for := only_for.get(name, (chosen,))):
+            raise UsageError(
+                f"--{name.replace('_', '-')} does nothing with --{option} {chosen}; it is for {', '.join(meant_for)}."
+            )
 
 
 def check_seeds(options: argparse.Namespace) -> None:

@@ -6,7 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import get_args
 
-from inloop.cli.run_options import DATA_HELP, add_run_options, check_seeds, train_seeds
+from inloop.cli.run_options import DATA_HELP, add_run_options, check_seeds, refuse_idle_options, train_seeds
 
 
 def add_splits(experiments: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -25,9 +25,11 @@ def add_splits(experiments: "argparse._SubParsersAction[argparse.ArgumentParser]
     splits.add_argument("--reward", choices=get_args(RewardName), help="default: gar")
     splits.add_argument("--noise", choices=get_args(Noise), help="what is wrong with split 0; default: labels")
     splits.add_argument("--sources", type=int, help="number of splits; default: 10")
-    splits.add_argument("--batch", type=int, help="default: 1000, for digits 250")
-    splits.add_argument("--epochs", type=int, help="default: 10, for digits 40")
-    splits.add_argument("--optimizer", choices=get_args(OptimizerName), help="default: nesterov, for digits sgd")
+    splits.add_argument("--batch", type=int, help="default: 1000; with less than 20,000 examples a sixth of them")
+    splits.add_argument("--epochs", type=int, help="default: 10; with less than 20,000 examples 40")
+    splits.add_argument(
+        "--optimizer", choices=get_args(OptimizerName), help="default: nesterov; with less than 20,000 examples sgd"
+    )
     splits.add_argument("--reference", choices=get_args(ReferenceName), help="default: next")
     splits.add_argument("--accumulate", type=int, help="paid steps for each update of the policy; default: 10")
     splits.add_argument("--layers", choices=("all", "linear"), help="layers that count for the reward; default: all")
@@ -40,15 +42,17 @@ def _run_splits(options: argparse.Namespace) -> int:
     from inloop.lab.runs.folder import RunFolder
     from inloop.lab.splits.experiment import SplitExperiment
     from inloop.lab.splits.noise import check_splits
-    from inloop.lab.splits.settings import SplitSettings, with_defaults
+    from inloop.lab.splits.settings import ONLY_FOR, SplitSettings, with_defaults
     from inloop.lab.splits.show import print_splits, summarise_splits
 
     check_seeds(options)
     data = load_data(options.data)
     given = {field.name: getattr(options, field.name) for field in fields(SplitSettings) if field.name != "data"}
     settings = with_defaults(options.data, len(data.train_x), **given)
+    refuse_idle_options("reward", settings.reward, given, ONLY_FOR)
     check_splits(data, settings.sources, settings.noise)
-    out = options.out or Path("runs") / settings.folder_name()
+    usual = with_defaults(options.data, len(data.train_x))
+    out = options.out or Path("runs") / settings.folder_name(usual)
     folder = RunFolder(
         out, "splits", settings.as_dict() | {"data_digest": data.digest()}, options.restart, SplitSettings().as_dict()
     )

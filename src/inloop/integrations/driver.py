@@ -12,7 +12,6 @@ from inloop.mixture import Mixture
 from inloop.mixture.loader import MixtureLoader
 from inloop.mixture.sources import IndexedSource
 from inloop.policies import MixturePolicy, Policy
-from inloop.report import StepReport
 
 
 class Driver:
@@ -22,7 +21,7 @@ class Driver:
         batch_size: Examples in each (micro-)batch of this process.
         batches_per_epoch: By default as many as one pass over all sources has, over all processes.
         learner_options: For :class:`inloop.InLoop`.
-        loader_options: For :class:`inloop.mixture.loader.MixtureLoader`.
+        loader_options: For :meth:`inloop.Mixture.loader`.
     """
 
     def __init__(
@@ -41,7 +40,6 @@ class Driver:
         self.batch_size = batch_size
         self.learner_options, self.loader_options = learner_options, loader_options
         self.learner: InLoop | None = None
-        self.report: StepReport | None = None
         self._batches_per_epoch = batches_per_epoch
         self._loader: MixtureLoader | None = None
         self._state: dict[str, Any] | None = None
@@ -98,7 +96,7 @@ class Driver:
         losses, self._losses = self._losses, []
         learner, _ = self._attached()
         if losses:
-            self.report = learner.step(sum(losses), scaler=scaler)
+            learner.step(sum(losses), scaler=scaler)
         else:
             learner.skip()
 

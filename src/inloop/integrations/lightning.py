@@ -19,7 +19,6 @@ from inloop.integrations.driver import Driver, EpochLoader
 from inloop.learner import InLoop
 from inloop.mixture import Mixture
 from inloop.policies import Policy
-from inloop.report import StepReport
 
 
 class MixtureDataModule(pl.LightningDataModule):
@@ -29,7 +28,7 @@ class MixtureDataModule(pl.LightningDataModule):
         batch_size: Examples in each batch, of each process.
         batches_per_epoch: By default as many as one pass over all sources has.
         policy: By default a :class:`inloop.MixturePolicy` over the sources.
-        loader_options: Further ones of :class:`inloop.mixture.loader.MixtureLoader`, as ``num_workers``.
+        loader_options: Further ones of :meth:`inloop.Mixture.loader`, as ``num_workers``.
     """
 
     def __init__(
@@ -53,8 +52,7 @@ class InLoopCallback(pl.Callback):
 
     Args:
         model: Which part of the LightningModule to learn from, by default all of it.
-        on_report: Called with each step's :class:`~inloop.report.StepReport`, as :class:`inloop.Records`.
-        learner_options: Further ones of :class:`inloop.InLoop`.
+        learner_options: Further ones of :class:`inloop.InLoop`, as ``callback=inloop.Records("run.jsonl")``.
     """
 
     def __init__(
@@ -62,11 +60,10 @@ class InLoopCallback(pl.Callback):
         data: MixtureDataModule,
         *,
         model: Callable[[pl.LightningModule], nn.Module] = lambda module: module,
-        on_report: Callable[[StepReport], None] | None = None,
         **learner_options: Any,
     ) -> None:
         self.driver = data.driver
-        self.driver.learner_options = {"callback": on_report} | learner_options
+        self.driver.learner_options = learner_options
         self._model = model
 
     @property

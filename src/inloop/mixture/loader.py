@@ -1,8 +1,8 @@
 """Batches from a mixture for a training loop, read ahead by worker processes if asked for.
 
 Choices are drawn in this process, by the policy as it is when a batch is *ordered*; workers only fetch examples and hold
-no state. So a change of the policy takes effect after the batches that are on order (``batches_ahead``), and the learner reports
-that lag. What is on order is part of the state: a continued run uses the same batches as one that was not interrupted.
+no state. So a change of the policy takes effect after the batches that are on order (``batches_ahead``); ``StepReport.lag`` says how
+many updates that was. What is on order is part of the state: a continued run uses the same batches as one that was not interrupted.
 """
 
 from collections import deque
@@ -58,7 +58,7 @@ class MixtureLoader:
         mixture: Mixture,
         learner: "InLoop",
         batch_size: int,
-        num_steps: int | None,
+        num_batches: int | None,
         num_workers: int,
         prefetch: int,
         micro_batches: int,
@@ -68,7 +68,7 @@ class MixtureLoader:
             ("num_workers", num_workers, 0),
             ("prefetch", prefetch, 1),
             ("micro_batches", micro_batches, 1),
-            ("num_steps", 0 if num_steps is None else num_steps, 0),
+            ("num_batches", 0 if num_batches is None else num_batches, 0),
         ):
             if value < least:
                 raise UsageError(f"{name}={value}: allowed are whole numbers from {least}.")
@@ -76,7 +76,7 @@ class MixtureLoader:
         self.mixture = mixture
         self.learner = learner
         self.batch_size = batch_size
-        self.num_steps = num_steps
+        self.num_batches = num_batches
         self.num_workers = num_workers
         self.prefetch = prefetch
         self.micro_batches = micro_batches
@@ -126,7 +126,7 @@ class MixtureLoader:
     def _orders(self) -> Iterator[_Order]:
         """What to fetch, batch by batch: first what was on order when the loader was left or saved."""
         yield from list(self._on_order)
-        while self.num_steps is None or self.num_ordered < self.num_steps:
+        while self.num_batches is None or self.num_ordered < self.num_batches:
             plain = self.learner.interleave and (self.num_ordered // self.micro_batches) % 2 == 1
             draw = self.learner.draw(self.batch_size, plain)
             order = _Order(draw, *self.mixture.choose(draw.everyone, draw.mine))

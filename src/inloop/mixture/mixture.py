@@ -46,8 +46,8 @@ class Mixture:
         generator: torch.Generator | None = None,
         collate: Callable[[list[Any]], Any] = default_collate,
     ) -> None:
-        if isinstance(sources, (Tensor, str, dict)) or len(sources) < 2:
-            got = f"{len(sources)}" if isinstance(sources, Sequence) else f"a {type(sources).__name__}"
+        if not isinstance(sources, Sequence) or isinstance(sources, str) or len(sources) < 2:
+            got = f"{len(sources)}" if isinstance(sources, (list, tuple)) else f"a {type(sources).__name__}"
             raise UsageError(f"A mixture needs a list of at least 2 sources; got {got}.")
         if selection not in ("replacement", "passes"):
             raise UsageError(f"selection={selection!r}: allowed are 'replacement' and 'passes'.")
@@ -136,7 +136,7 @@ class Mixture:
         learner: "InLoop",
         batch_size: int,
         *,
-        num_steps: int | None = None,
+        num_batches: int | None = None,
         num_workers: int = 0,
         prefetch: int = 2,
         micro_batches: int = 1,
@@ -145,14 +145,14 @@ class Mixture:
 
         Args:
             batch_size: Examples in each (micro-)batch; with several processes, of this one.
-            num_steps: How many batches to yield over the loader's life, which resuming continues; None for no end.
+            num_batches: How many batches to yield over the loader's life, which resuming continues; None for no end.
             num_workers: Processes that fetch examples; 0 to fetch in this one.
             prefetch: Batches on order for each worker.
             micro_batches: Batches for each step, if gradients are accumulated (it matters with ``interleave=True`` only).
         """
         from inloop.mixture.loader import MixtureLoader
 
-        return MixtureLoader(self, learner, batch_size, num_steps, num_workers, prefetch, micro_batches)
+        return MixtureLoader(self, learner, batch_size, num_batches, num_workers, prefetch, micro_batches)
 
     def state_dict(self) -> dict[str, Any]:
         return {

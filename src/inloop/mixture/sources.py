@@ -10,7 +10,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from inloop.errors import UsageError
 
-# What is asked of a source: an index in it, or, for a stream, the position in its present pass.
+# A source, and an index in it; of a stream, how many of its examples came before, over all passes.
 Key = tuple[int, int]
 
 
@@ -37,7 +37,7 @@ class Source(ABC):
 class IndexedSource(Source):
     """A map-style dataset. Examples are drawn with replacement, or by passes that are shuffled anew each time.
 
-    The order of a pass follows from a seed and the number of the pass alone, so the state is two numbers.
+    The order of a pass follows from a seed and the number of the pass alone, so the state is three numbers.
     """
 
     def __init__(self, dataset: Any, passes: torch.Generator | None) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from inloop.errors import UsageError
 from inloop.policies.actions import Actions
 from inloop.policies.discrete import Discrete
+from inloop.policies.mixture import count_sources
 from inloop.policies.policy import SelfTaught
 
 
@@ -47,7 +48,7 @@ class FixedMixture(_Shares):
     @classmethod
     def uniform(cls, num_sources: int) -> "FixedMixture":
         """All sources alike."""
-        return cls([1.0] * num_sources)
+        return cls([1.0] * count_sources(num_sources))
 
     @classmethod
     def proportional(cls, sizes: Sequence[int]) -> "FixedMixture":
@@ -74,6 +75,7 @@ class LossMixture(_Shares):
     losses_K: Tensor
 
     def __init__(self, num_sources: int, temperature: float = 1.0, smoothing: float = 0.9) -> None:
+        num_sources = count_sources(num_sources)
         super().__init__([1.0] * num_sources)
         if not temperature > 0 or not 0 <= smoothing < 1:
             raise UsageError(
@@ -111,6 +113,7 @@ class OnlineDataMixing(_Shares):
     num_updates: Tensor
 
     def __init__(self, num_sources: int, smoothing: float = 0.9) -> None:
+        num_sources = count_sources(num_sources)
         super().__init__([1.0] * num_sources)
         if not 0 <= smoothing < 1:
             raise UsageError(f"smoothing={smoothing}: allowed are numbers from 0 to below 1.")

@@ -17,17 +17,17 @@ from inloop.policies.policy import Policy, RewardSummary, summarise_by_choice
 class Discrete(Policy):
     """A policy over ``num_choices`` that is given by the table of its log-probabilities, [K] or [G, K].
 
-    Attributes:
-        neutral_choice: The choice of plain steps; None for a uniform draw.
+    Args:
+        neutral: The choice of plain steps; None for a uniform draw.
         given: The name of the earlier choice in a :class:`Product` that picks the row of the table, or None.
     """
 
-    def __init__(self, num_choices: int, neutral_choice: int | None = None, given: str | None = None) -> None:
+    def __init__(self, num_choices: int, neutral: int | None = None, given: str | None = None) -> None:
         super().__init__()
-        if neutral_choice is not None and not 0 <= neutral_choice < num_choices:
-            raise UsageError(f"neutral={neutral_choice}: allowed are None (uniform) and 0 to {num_choices - 1}.")
+        if neutral is not None and not 0 <= neutral < num_choices:
+            raise UsageError(f"neutral={neutral}: allowed are None (uniform) and 0 to {num_choices - 1}.")
         self.num_choices = num_choices
-        self.neutral_choice = neutral_choice
+        self.neutral_choice = neutral
         self.given = given
 
     @abstractmethod
@@ -121,7 +121,7 @@ class Bernoulli(Discrete):
     """
 
     def __init__(self, given: tuple[str, int] | None = None) -> None:
-        super().__init__(2, neutral_choice=0, given=given[0] if given else None)
+        super().__init__(2, neutral=0, given=given[0] if given else None)
         self.logit = nn.Parameter(torch.zeros(given[1] if given else ()))
 
     def log_probabilities(self) -> Tensor:

@@ -1,6 +1,7 @@
 """The mixture policy: which source each example comes from. Axes: N examples, K sources."""
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Literal
 
@@ -41,10 +42,7 @@ class MixturePolicy(Discrete):
         floor: float | Sequence[float] = 0.0,
         ceiling: float | Sequence[float] = 1.0,
     ) -> None:
-        if not isinstance(num_sources, int) or num_sources < 2:
-            raise UsageError(
-                f"num_sources={num_sources}: a mixture needs at least 2 sources, with one there is nothing to learn."
-            )
+        num_sources = count_sources(num_sources)
         if form not in ("inverted", "softmax"):
             raise UsageError(f"form={form!r}: allowed are 'inverted' and 'softmax'.")
         floor_K, ceiling_K = _shares("floor", floor, num_sources), _shares("ceiling", ceiling, num_sources)
@@ -71,6 +69,19 @@ class MixturePolicy(Discrete):
             return log_p_K
         floor_K, ceiling_K = self.floor_K.to(log_p_K), self.ceiling_K.to(log_p_K)
         return cap(torch.logaddexp(log_p_K + (1 - floor_K.sum()).log(), floor_K.log()), ceiling_K.log())
+
+
+def count_sources(num_sources: object) -> int:
+    """A number of sources that can be mixed."""
+    try:
+        count = operator.index(num_sources)  # type: ignore[arg-type]
+    except TypeError:
+        count = 0
+    if count < 2:
+        raise UsageError(
+            f"num_sources={num_sources!r}: allowed are whole numbers from 2; with one source there is nothing to learn."
+        )
+    return count
 
 
 def cap(log_p_K: Tensor, log_ceiling_K: Tensor) -> Tensor:

@@ -1,7 +1,6 @@
 """What defines a run of the augmentation experiment, and the paper's own recipe as presets."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -110,9 +109,8 @@ class AugmentSettings:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    def folder_name(self) -> str:
+    def folder_name(self, usual: "AugmentSettings") -> str:
         """A name for the run's folder: data, network, augmentation, space, and whatever else is not usual for that data."""
-        usual = with_augment_defaults(self.data)
         if self.warmup == default_warmup(self.epochs):
             usual = replace(usual, warmup=self.warmup)
         shown = ("data", "network", "augment", "space")
@@ -152,17 +150,9 @@ def with_augment_defaults(data: str, epochs: int | None = None, side: int = 32, 
     return AugmentSettings(data=data, **({"warmup": default_warmup(defaults.get("epochs", 200))} | defaults | chosen))
 
 
-_ONLY_FOR = {
+# What does nothing with other augmentation.
+ONLY_FOR = {
     **dict.fromkeys(OLA_OPTIONS, ("ola",)),
     **dict.fromkeys(("ra_operations", "ra_strength"), ("ra",)),
     "space": SEARCHES_A_SPACE,
 }
-
-
-def refuse_idle_options(augment: str, given: Sequence[str]) -> None:
-    """Refuse options that would do nothing."""
-    for name in given:
-        if augment not in (meant_for := _ONLY_FOR.get(name, (augment,))):
-            raise UsageError(
-                f"--{name.replace('_', '-')} does nothing with --augment {augment}; it is for {', '.join(meant_for)}."
-            )

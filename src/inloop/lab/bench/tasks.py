@@ -58,15 +58,17 @@ MODELS = tuple(_TASKS)
 _OTHERS = r"gpt-(\d+)(?:@(\d+))?|wrn-\d+-\d+(?:-gn)?"
 
 
-def is_model(name: str) -> bool:
-    return name in _TASKS or re.fullmatch(_OTHERS, name) is not None
+def refuse_unknown_model(name: str) -> None:
+    if name not in _TASKS and re.fullmatch(_OTHERS, name) is None:
+        raise UsageError(
+            f"model {name!r}: allowed are {', '.join(MODELS)}, any wrn-DEPTH-WIDTH[-gn] and any gpt-DEPTH[@SEQUENCE]."
+        )
 
 
 def make_task(model: str, batch: int | None = None) -> Task:
     """One of ``MODELS``, or another size of the two families: wrn-DEPTH-WIDTH[-gn], gpt-DEPTH[@SEQUENCE]."""
+    refuse_unknown_model(model)
     other = re.fullmatch(_OTHERS, model)
-    if model not in _TASKS and other is None:
-        raise UsageError(f"model {model!r}: allowed are {', '.join(MODELS)}.")
     torch.manual_seed(0)
     if model in _TASKS:
         build, make_batch, usual = _TASKS[model]

@@ -1,4 +1,4 @@
-"""The three small networks of the paper's split experiment."""
+"""The three small networks of the paper's split experiment, and other readings of the third."""
 
 from collections.abc import Sequence
 
@@ -8,16 +8,14 @@ from torch import Tensor, nn
 from inloop.errors import UsageError
 
 NETWORKS = (
-    *(
-        "fc",
-        "fc-bn",
-        "cnn-bn",
-        "cnn-bn-literal",
-        "cnn-bn-stride2",
-        "cnn-bn-stride3",
-        "cnn-bn-maxpool",
-        "cnn-bn-detached",
-    ),
+    "fc",
+    "fc-bn",
+    "cnn-bn",
+    "cnn-bn-literal",
+    "cnn-bn-stride2",
+    "cnn-bn-stride3",
+    "cnn-bn-maxpool",
+    "cnn-bn-detached",
 )
 
 

@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from inloop.lab.runs.seed import Progress as SeedProgress
+from inloop.lab.runs.seed import SeedProgress
 
 _BAR = 30
 

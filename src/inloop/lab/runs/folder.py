@@ -8,6 +8,7 @@ seed-0/result.json     only when the seed is finished
 """
 
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from inloop.atomic_files import write_atomically
 from inloop.checkpoints import Checkpoints
@@ -31,14 +33,14 @@ class RunFolder:
     def __init__(
         self,
         path: Path,
-        kind: str,
+        experiment: str,
         settings: dict[str, Any],
         restart: bool = False,
         defaults: dict[str, Any] | None = None,
     ) -> None:
         self.path = path
         self.defaults = defaults or {}  # of settings that a folder from before they existed does not name
-        described = {"experiment": kind, **settings}
+        described = {"experiment": experiment, **settings}
         if path.exists() and not path.is_dir():
             raise RunFolderError(f"{path} is a file. Fix: name a folder with --out.")
         begun = path.exists() and any(not entry.name.endswith(".new") for entry in path.iterdir())
@@ -65,8 +67,12 @@ class RunFolder:
             raise RunFolderError(
                 f"{self.path} is not empty and is no folder of a run (no readable settings.json). Fix: name another with --out."
             ) from None
+        if found.get("experiment") != described["experiment"]:
+            raise RunFolderError(
+                f"{self.path} holds a run of {found.get('experiment')!r}, not of {described['experiment']!r}. Fix: name another with --out."
+            )
         different = {name for name in described | found if described.get(name) != found.get(name)}
-        if found.get("experiment") != described["experiment"] or (same_settings and different):
+        if same_settings and different:
             what = ", ".join(f"{n}: {found.get(n)!r} there, {described.get(n)!r} now" for n in sorted(different))
             raise RunFolderError(
                 f"{self.path} belongs to another run ({what}). Fix: name another folder with --out, or --restart to begin anew."
@@ -98,7 +104,10 @@ class SeedFolder:
 
     def save(self, state: dict[str, Any], epochs: list[dict[str, Any]]) -> None:
         """Keep the state after an epoch, and a line for each epoch so far."""
-        write_atomically(self.path / "epochs.jsonl", lambda file: file.write(b"".join(_json(e, None) for e in epochs)))
+        write_atomically(
+            self.path / "epochs.jsonl",
+            lambda file: file.write(b"".join(_json(as_json_numbers(epoch), None) for epoch in epochs)),
+        )
         self.checkpoints.save(len(epochs), {"state": state, "epochs": epochs})
 
     def load(self) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
@@ -112,8 +121,13 @@ class SeedFolder:
         return None if found is None else (found[1]["state"], found[1]["epochs"])
 
 
+def as_json_numbers(value: Any) -> Any:
+    """Floats rounded, and None for those that JSON has not: nan and infinity."""
+    return tree_map_only(float, lambda number: round(number, 6) if math.isfinite(number) else None, value)
+
+
 def _json(value: Any, indent: int | None = 1) -> bytes:
-    return (json.dumps(value, indent=indent) + "\n").encode()
+    return (json.dumps(value, indent=indent, allow_nan=False) + "\n").encode()
 
 
 def _read_json(path: Path) -> Any:

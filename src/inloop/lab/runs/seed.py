@@ -1,13 +1,10 @@
 """Training one seed of an experiment to its end, from wherever it was left."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
-from torch.utils._pytree import tree_map_only
-
-from inloop.lab.runs.folder import SeedFolder
+from inloop.lab.runs.folder import SeedFolder, as_json_numbers
 
 
 @dataclass(frozen=True)
@@ -20,12 +17,11 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class Progress:
+class SeedProgress:
     """What a display shows while a seed trains."""
 
     seed: int
     epoch: int
-    epochs: int
     loss: float
     bars: list[Bar]
 
@@ -44,12 +40,12 @@ class Experiment(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-def no_display(progress: Progress) -> None:
+def no_display(progress: SeedProgress) -> None:
     """Show nothing."""
 
 
 def train_to_end(
-    make: Callable[[], Experiment], folder: SeedFolder | None = None, show: Callable[[Progress], None] = no_display
+    make: Callable[[], Experiment], folder: SeedFolder | None = None, show: Callable[[SeedProgress], None] = no_display
 ) -> dict[str, Any]:
     """The seed's result: read, if it is finished; else trained, from where ``folder`` left off."""
     if folder is not None and (finished := folder.result()) is not None:
@@ -65,13 +61,8 @@ def train_to_end(
         if folder is not None:
             folder.save(state, experiment.epochs)
         last = experiment.epochs[-1]
-        show(Progress(experiment.seed, last["epoch"], experiment.num_epochs, last["loss"], experiment.bars()))
-    result = cast(dict[str, Any], tree_map_only(float, _as_json_number, experiment.result()))
+        show(SeedProgress(experiment.seed, last["epoch"], last["loss"], experiment.bars()))
+    result: dict[str, Any] = as_json_numbers(experiment.result())
     if folder is not None:
         folder.finish(result)
     return result
-
-
-def _as_json_number(value: float) -> float | None:
-    """JSON has no nan and no infinity."""
-    return round(value, 6) if math.isfinite(value) else None

@@ -15,7 +15,7 @@ from inloop.alignment.plan import LayerFilter
 from inloop.lab.data.images import ImageData, to_input
 from inloop.lab.networks.small import make_network
 from inloop.lab.runs.seed import Bar
-from inloop.lab.splits.noise import NOISY_SPLIT, make_splits
+from inloop.lab.splits.noise import NOISY_SPLIT, make_splits, noisy_split
 from inloop.lab.splits.settings import SplitSettings
 from inloop.learner import InLoop
 from inloop.mixture import Mixture
@@ -51,11 +51,13 @@ class SplitExperiment:
         return InLoop(
             self.model,
             self.policy,
-            reward="gar" if settings.reward == "gar" else "nslr" if settings.reward == "nslr" else "loss",
+            reward=settings.reward
+            if settings.reward in ("gar", "nslr")
+            else "loss",  # baselines follow the loss, if anything
             reference=self.held_out_loss if settings.reference == "heldout" else settings.reference,
             accumulate=settings.accumulate,
             layers=only_linear if settings.layers == "linear" else None,
-            callback=self.statistics.add,
+            callback=self.statistics,
         )
 
     def held_out_loss(self) -> Tensor:
@@ -65,9 +67,9 @@ class SplitExperiment:
         return F.cross_entropy(self.model(to_input(x)), y)
 
     def bars(self) -> list[Bar]:
-        noisy = None if self.settings.noise == "none" else NOISY_SPLIT
+        noisy = noisy_split(self.settings.noise)
         shares = enumerate(self.policy.probabilities().tolist())
-        return [Bar(f"source {k}", share, "noisy" if k == noisy else "") for k, share in shares]
+        return [Bar(f"split {k}", share, "noisy" if k == noisy else "") for k, share in shares]
 
     def train_epoch(self) -> None:
         """As many steps as fill one pass over the training data."""
@@ -103,7 +105,7 @@ class SplitExperiment:
         """What is reported of a finished seed."""
         settings = self.settings
         areas_K = areas([epoch["probabilities"] for epoch in self.epochs])
-        noisy = None if settings.noise == "none" else NOISY_SPLIT
+        noisy = noisy_split(settings.noise)
         others = [area for k, area in enumerate(areas_K) if k != noisy]
         return {
             "seed": self.seed,

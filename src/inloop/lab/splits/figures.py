@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from inloop.lab.runs.finished import FinishedRun
-from inloop.lab.splits.noise import NOISY_SPLIT
+from inloop.lab.splits.noise import noisy_split
 
 NOISY_COLOUR, OTHER_COLOUR = "#c1272d", "#0b6e99"
 _REWARD_COLOURS = {
@@ -35,11 +35,11 @@ def figure_2(runs: Sequence[FinishedRun]) -> Figure:
 def _probabilities(axis: Axes, run: FinishedRun, title: str) -> None:
     p_SEK = np.array([[epoch["probabilities"] for epoch in result["epochs"]] for result in run.results])
     epochs = np.arange(1, p_SEK.shape[1] + 1)
-    for source in range(p_SEK.shape[2]):
-        noisy = source == NOISY_SPLIT and run.settings["noise"] != "none"
+    for split in range(p_SEK.shape[2]):
+        noisy = split == noisy_split(run.settings["noise"])
         colour = NOISY_COLOUR if noisy else OTHER_COLOUR
-        mean_E, std_E = p_SEK[:, :, source].mean(axis=0), p_SEK[:, :, source].std(axis=0)
-        label = "noisy split" if noisy else "other splits" if source == p_SEK.shape[2] - 1 else None
+        mean_E, std_E = p_SEK[:, :, split].mean(axis=0), p_SEK[:, :, split].std(axis=0)
+        label = "noisy split" if noisy else "other splits" if split == p_SEK.shape[2] - 1 else None
         axis.plot(epochs, mean_E, color=colour, linewidth=2 if noisy else 1, alpha=1 if noisy else 0.6, label=label)
         axis.fill_between(
             epochs, mean_E - std_E, mean_E + std_E, color=colour, alpha=0.25 if noisy else 0.06, linewidth=0
@@ -51,7 +51,8 @@ def _probabilities(axis: Axes, run: FinishedRun, title: str) -> None:
 
 def _losses(axis: Axes, by_reward: dict[str, FinishedRun]) -> None:
     for reward, run in by_reward.items():
-        loss_SE = np.array([[epoch["loss"] for epoch in result["epochs"]] for result in run.results])
+        # A loss that was not finite is None in a result, and a gap in the figure.
+        loss_SE = np.array([[epoch["loss"] for epoch in result["epochs"]] for result in run.results], dtype=float)
         axis.plot(np.arange(1, loss_SE.shape[1] + 1), loss_SE.mean(axis=0), color=_REWARD_COLOURS[reward], label=reward)
     axis.set(title="training loss", xlabel="epoch", ylabel="cross-entropy")
     axis.legend(frameon=False)

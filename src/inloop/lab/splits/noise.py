@@ -11,6 +11,11 @@ Noise = Literal["labels", "images", "human", "none"]
 NOISY_SPLIT = 0
 
 
+def noisy_split(noise: str) -> int | None:
+    """Which split is noisy; None if none is."""
+    return None if noise == "none" else NOISY_SPLIT
+
+
 def check_splits(data: ImageData, num_splits: int, noise: Noise) -> None:
     """Refuse what cannot be made of this data."""
     if len(data.train_x) < num_splits:

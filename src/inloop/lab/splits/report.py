@@ -1,4 +1,4 @@
-"""What a report says on runs of the split experiment: Table 1, Figure 2, which source hurts."""
+"""What a report says on runs of the split experiment: Table 1, Figure 2, which split hurts."""
 
 import math
 from collections.abc import Sequence
@@ -9,9 +9,10 @@ from inloop.lab.html import html_figure, html_table, note
 from inloop.lab.runs.finished import FinishedRun, read_runs
 from inloop.lab.runs.summary import mean_and_interval, show_interval
 from inloop.lab.splits.figures import figure_2
-from inloop.lab.splits.noise import NOISY_SPLIT
+from inloop.lab.splits.noise import noisy_split
 from inloop.lab.splits.settings import SplitSettings, with_defaults
 from inloop.report import describe_collapse, effective_number, is_collapsing
+from inloop.verdict import LEAST_EFFECT
 
 # Table 1 of the paper: area of the noisy split and of the others, CIFAR-10, 10 seeds.
 PAPER = {
@@ -27,9 +28,9 @@ _REWARD_ORDER = ("gar", "nslr", "loss", "exp3", "none", "oracle")
 
 def split_sections(folder: Path) -> list[str]:
     """A section for each group of runs that differ in network and reward only; figures are written to ``folder``."""
-    groups: dict[str, list[FinishedRun]] = {}
+    groups: dict[tuple[str, str | None], list[FinishedRun]] = {}
     for run in read_runs(folder, "splits", SplitSettings().as_dict()):
-        groups.setdefault(_title(run), []).append(run)
+        groups.setdefault((_title(run), run.settings.get("data_digest")), []).append(run)
     if not groups:
         return []
     heading = (
@@ -37,19 +38,15 @@ def split_sections(folder: Path) -> list[str]:
         "how often each is used.</p>"
     )
     sections = enumerate(groups.items(), start=1)
-    return [heading, *(_section(title, group, folder / f"report-{number}") for number, (title, group) in sections)]
+    return [heading, *(_section(title, group, folder / f"report-{k}") for k, ((title, _), group) in sections)]
 
 
 def _title(run: FinishedRun) -> str:
     s = run.settings
     return (
-        f"{s['data']}, noise: {s['noise']}, {s['sources']} sources, batch {s['batch']}, {s['epochs']} epochs, {s['optimizer']}, "
+        f"{s['data']}, noise: {s['noise']}, {s['sources']} splits, batch {s['batch']}, {s['epochs']} epochs, {s['optimizer']}, "
         f"reference: {s['reference']}, accumulate: {s['accumulate']}, layers: {s['layers']}"
     )
-
-
-def noisy_split(run: FinishedRun) -> int | None:
-    return None if run.settings["noise"] == "none" else NOISY_SPLIT
 
 
 def _section(title: str, runs: Sequence[FinishedRun], figure_path: Path) -> str:
@@ -62,7 +59,7 @@ def _section(title: str, runs: Sequence[FinishedRun], figure_path: Path) -> str:
             f"<h3>{escape(network)}</h3>",
             html_figure(figure, figure_path.with_name(f"{figure_path.name}-{network}")),
         ]
-        parts += [_sources(run) for run in of_network if run.settings["reward"] == "gar"]
+        parts += [_verdicts(run) for run in of_network if run.settings["reward"] == "gar"]
         parts += [_warning(run) for run in of_network if _collapsed(run)]
     return "".join(parts)
 
@@ -99,19 +96,20 @@ def _papers_numbers(run: FinishedRun) -> tuple[float, float] | None:
     return PAPER.get((s["network"], s["reward"])) if all(s[name] == value for name, value in papers.items()) else None
 
 
-def _sources(run: FinishedRun) -> str:
+def _verdicts(run: FinishedRun) -> str:
     rows = []
-    for source in range(run.settings["sources"]):
-        of_seeds = [result["sources"][source] for result in run.results]
+    noisy = noisy_split(run.settings["noise"])
+    for split in range(run.settings["sources"]):
+        of_seeds = [result["sources"][split] for result in run.results]
         times = sum(verdict["bad"] for verdict in of_seeds)
-        last = [result["epochs"][-1]["probabilities"][source] for result in run.results]
-        seen = [result["effective_epochs"][source] for result in run.results]
+        last = [result["epochs"][-1]["probabilities"][split] for result in run.results]
+        seen = [result["effective_epochs"][split] for result in run.results]
         verdict = f'<span class="bad">bad in {times} of {len(of_seeds)}</span>' if times else ""
         advantages = [verdict["advantage"] for verdict in of_seeds if verdict["advantage"] is not None]
         half_widths = [(v["high"] - v["low"]) / 2 for v in of_seeds if v["low"] is not None]
         rows.append(
             [
-                f"{source}{' (noisy)' if source == noisy_split(run) else ''}",
+                f"{split}{' (noisy)' if split == noisy else ''}",
                 _show(mean_and_interval(last)),
                 _show(mean_and_interval(advantages)) if advantages else "",
                 f"± {sum(half_widths) / len(half_widths):.3f}" if half_widths else "",
@@ -119,13 +117,13 @@ def _sources(run: FinishedRun) -> str:
                 verdict,
             ]
         )
-    head = ["source", "share, last epoch", "advantage", "within a seed, typically", "effective epochs", "verdict"]
+    head = ["split", "probability, last epoch", "advantage", "within a seed, typically", "effective epochs", "verdict"]
     text = (
-        "Advantage: how much higher the source's examples were rewarded than all others, in standard deviations of a step's "
-        "rewards; ± over seeds, and the half width of a single seed's own interval. A source is called bad if its whole interval, "
-        "corrected for the number of sources, is below -0.02."
+        "Advantage: how much higher the split's examples were rewarded than all others, in standard deviations of a step's "
+        "rewards; ± over seeds, and the half width of a single seed's own interval. A split is called bad if its whole interval, "
+        f"corrected for the number of splits, is below -{LEAST_EFFECT}."
     )
-    return f"<h3>Which source hurts ({escape(run.name)})</h3>" + html_table(head, rows) + note(text)
+    return f"<h3>Which split hurts ({escape(run.name)})</h3>" + html_table(head, rows) + note(text)
 
 
 def _collapsed(run: FinishedRun) -> bool:

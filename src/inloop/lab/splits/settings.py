@@ -15,17 +15,17 @@ ReferenceName = Literal["next", "previous", "heldout"]
 
 @dataclass(frozen=True, kw_only=True)
 class SplitSettings:
-    """One run, of one or more seeds. Defaults are the paper's, for CIFAR-10.
+    """One run, of one or more seeds. Defaults are the paper's.
 
     Attributes:
         reward: "gar", "nslr", or a baseline: "none" (every split equally often), "oracle" (never the noisy one), "loss" (softmax of the
             splits' losses), "exp3" (online data mixing by the loss).
         optimizer: "nesterov" (lr 0.1, momentum 0.9, L2 5e-4, the paper's), "sgd" (lr 0.1) or "adam" (lr 0.001).
-        reference: "next", "previous" or "heldout" (a fixed tenth of the clean data, which is in no split).
+        reference: "next", "previous" or "heldout" (a fixed tenth of the clean data, at most a batch, which is in no split).
         layers: "all", or "linear" to reward linear layers only.
     """
 
-    data: str = "digits"
+    data: str = "cifar10"
     network: str = "fc-bn"
     reward: RewardName = "gar"
     noise: Noise = "labels"
@@ -54,18 +54,23 @@ class SplitSettings:
                 raise UsageError(f"{name}={getattr(self, name)}: allowed are whole numbers from {least}.")
         if self.reward == "oracle" and self.noise == "none":
             raise UsageError("reward='oracle' leaves out the noisy split, and with noise='none' there is none.")
-        if self.reward == "nslr" and self.reference == "previous":
-            raise UsageError("reward='nslr' is the loss of the next step; reference='previous' has no meaning for it.")
+        if self.reference == "previous" and self.reward != "gar":
+            raise UsageError(
+                f"reference='previous' is for reward='gar': {self.reward!r} does not look at the gradient of the step before."
+            )
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    def folder_name(self) -> str:
-        """A name for the run's folder: data, network, reward, noise, and whatever else is not the default."""
-        usual = with_defaults(self.data, self.batch * 6)
+    def folder_name(self, usual: "SplitSettings") -> str:
+        """A name for the run's folder: data, network, reward, noise, and whatever else is not usual for that data."""
         others = ("sources", "batch", "epochs", "optimizer", "reference", "accumulate", "layers")
         special = [f"{name}-{getattr(self, name)}" for name in others if getattr(self, name) != getattr(usual, name)]
         return "-".join(["splits", Path(self.data).stem, self.network, self.reward, self.noise, *special])
+
+
+# What does nothing with other rewards.
+ONLY_FOR = {"reference": ("gar", "nslr"), "accumulate": ("gar", "nslr"), "layers": ("gar",)}
 
 
 def with_defaults(data: str, num_examples: int | None = None, **given: Any) -> SplitSettings:

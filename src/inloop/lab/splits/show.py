@@ -31,7 +31,7 @@ def summarise_splits(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def print_splits(results: Sequence[dict[str, Any]], settings: SplitSettings, out: Path) -> None:
-    """The run's row of Table 1, which source hurts, and where the rest is."""
+    """The run's row of Table 1, which split hurts, and where the rest is."""
     console = Console()
     table = Table(
         title=f"{escape(settings.data)}, noise: {settings.noise}, {len(results)} seed(s), mean ± 95% interval"
@@ -48,11 +48,11 @@ def print_splits(results: Sequence[dict[str, Any]], settings: SplitSettings, out
     if settings.reward == "gar":
         named: dict[int, int] = {}
         for result in results:
-            for source in result["named"]:
-                named[source] = named.get(source, 0) + 1
+            for split in result["named"]:
+                named[split] = named.get(split, 0) + 1
         if named:
-            for source, times in sorted(named.items()):
-                console.print(f"source {source} is called bad, by its rewards, in {times} of {len(results)} seed(s)")
+            for split, times in sorted(named.items()):
+                console.print(f"split {split} is called bad, by its rewards, in {times} of {len(results)} seed(s)")
         else:
-            console.print("no source is called bad by its rewards")
+            console.print("no split is called bad by its rewards")
     console.print(f"run: {out}", soft_wrap=True, highlight=False, markup=False)
