@@ -6,10 +6,11 @@ INSTALLED := .venv/installed
 .PHONY: demo test test-integrations test-slow lint format docs package bench clean
 
 demo: .venv/demo-installed  ## ten sources of digits, one of them bad: find it while training, and report
+	$(BIN)/inloop run splits --seeds 5 --reward none --out runs/demo/none
+	$(BIN)/inloop run splits --seeds 5 --reward oracle --out runs/demo/oracle
 	$(BIN)/inloop run splits --seeds 5 --out runs/demo/gar
-	$(BIN)/inloop run splits --seeds 5 --reward none --out runs/demo/none --json > /dev/null
-	$(BIN)/inloop run splits --seeds 5 --reward oracle --out runs/demo/oracle --json > /dev/null
 	$(BIN)/inloop report runs/demo
+	@echo "tables and figures of the three runs: open runs/demo/report.html in a browser"
 
 test: $(INSTALLED)  ## the tests
 	$(BIN)/pytest -n auto

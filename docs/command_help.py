@@ -10,7 +10,7 @@ from pathlib import Path
 COMMANDS = ("run splits", "run augment", "report", "bench", "check")
 HEAD = """# The command line
 
-`pip install "inloop[cli]"` adds the command `inloop`. Long work shows its progress; the same command again continues an interrupted run and
+`pip install -e ".[cli]"` in a clone installs what the command `inloop` needs. Long work shows its progress; the same command again continues an interrupted run and
 does not redo what is finished (`--restart` begins anew); Ctrl-C exits with code 130 and everything saved. `--json` prints one JSON object and
 nothing else. Exit codes: 0; 1 for a failure; 2 for wrong usage. What follows is what `--help` prints.
 """
@@ -24,7 +24,7 @@ def help_of(command: str, parser: argparse.ArgumentParser) -> str:
 
 
 def page() -> str:
-    os.environ["COLUMNS"] = "100"
+    os.environ["COLUMNS"] = "92"
     os.environ["NO_COLOR"] = "1"
     from inloop.cli import _parser
 

@@ -231,6 +231,38 @@ def test_actions_are_known_by_their_values():
     assert run.learner._sampler.waiting == []
 
 
+def test_a_learner_whose_step_is_never_called_warns(caplog):
+    run = Run()
+    for _ in range(5):
+        x, y = run.mixture.draw(run.learner.sample(16))
+        F.cross_entropy(run.model(x), y).backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "cleared without learner.step (3 time(s) in a row)" in warning.getMessage()
+
+
+def test_micro_batches_under_one_draw_are_counted_in_the_error():
+    run = Run()
+    for part in run.learner.sample(64).chunk(4):
+        x, y = run.mixture.draw(part)
+        loss = F.cross_entropy(run.model(x), y) / 4
+        loss.backward()
+    with pytest.raises(BatchSizeError, match=r"for \[64\] example\(s\), the model saw \[16\] .*in 4 backward passes"):
+        run.learner.step(loss)
+
+
+def test_a_reference_function_that_calls_backward_is_refused():
+    def held_out_loss():
+        loss = run.model(torch.randn(8, 16)).square().mean()
+        loss.backward()
+        return loss
+
+    run = Run(reference=held_out_loss)
+    with pytest.raises(UsageError, match="has called backward on its loss"):
+        run.train(3)
+
+
 @pytest.mark.parametrize("n", [-3, 2.5, None])
 def test_only_whole_numbers_of_examples_are_sampled(n):
     with pytest.raises(UsageError, match="whole number from 0; got"):
@@ -482,7 +514,7 @@ def test_an_overwritten_batch_leaves_no_half_updated_policy():
 def test_gradients_that_are_never_cleared_are_noticed_on_the_second_step():
     run = Run()
     run.optimizer.zero_grad = lambda: None
-    with pytest.raises(VerificationError, match=r"gradients were not cleared.*The learner has been closed"):
+    with pytest.raises(VerificationError, match=r"(?s)step before were not cleared.*The learner has been closed"):
         run.train(2)
 
 

@@ -163,7 +163,7 @@ def test_gradients_clipped_before_the_reward_are_named():
         nn.utils.clip_grad_norm_(loop.model.parameters(), 1e-3)
         loop.learner.step(loss)
 
-    with pytest.raises(VerificationError, match="clipping"):
+    with pytest.raises(VerificationError, match="clipped or scaled"):
         Loop().run(step)
 
 

@@ -113,6 +113,13 @@ def test_steps_that_say_nothing_are_passed_over():
     assert all(math.isnan(verdict.advantage) for verdict in statistics.verdicts())
 
 
+def test_a_source_may_be_undecided():
+    bad, undecided, fine = statistics_of([-0.3, -0.03, 0.2]).verdicts()
+    assert (bad.bad, bad.undecided) == (True, False)
+    assert (undecided.bad, undecided.undecided) == (False, True)
+    assert (fine.bad, fine.undecided) == (False, False)
+
+
 def test_state_and_arguments():
     first, second = statistics_of([0.0, -0.3]), RewardStatistics(2)
     second.load_state_dict(first.state_dict())

@@ -138,6 +138,7 @@ class InLoop:
         self._pending = Pending(model, self.reward, reference)
         self._collapsing = False
         self._paused = 0
+        self._num_abandoned = 0
         self._closed = False
         options: dict[str, Any] = {"batchnorm_affine": batchnorm_affine, "copy_inputs": copy_inputs, "retain": retain}
         self._recording = Recording(
@@ -190,6 +191,7 @@ class InLoop:
             self._drop_pending()
             self.skip()
             raise
+        self._num_abandoned = 0
         self._begin_step(draws)
         if self.callback is not None:
             self.callback(report)
@@ -267,7 +269,15 @@ class InLoop:
         """The next (micro-)batch that is trained on is the one that was chosen by ``draw``."""
         self._refuse_if_closed()
         if self._recording.was_abandoned():
-            log.info("the passes since the last step left no gradient; what was sampled for them is forgotten")
+            self._num_abandoned += 1
+            log.log(
+                logging.WARNING
+                if self._num_abandoned == 3
+                else logging.INFO,  # one pass may be given up; a third has its reason
+                "gradients were cleared without learner.step (%d time(s) in a row); what was sampled for them is forgotten. Fix: call "
+                "learner.step(loss) after loss.backward(), before the optimizer",
+                self._num_abandoned,
+            )
             self._recording.one_pass = False  # the next such pass costs no payment
             self.skip()
         if self.part < 1 and self.reward.needs_tape and not draw.plain and self._recording.may_record_less():

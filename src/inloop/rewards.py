@@ -93,6 +93,10 @@ def _evaluate(model: nn.Module, held_out_loss: Callable[[], Tensor], with_gradie
         try:
             gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
         except RuntimeError as error:
+            if "second time" in str(error):
+                raise UsageError(
+                    "The reference function has called backward on its loss. Fix: only return the loss; its gradient is taken on the side."
+                ) from error
             if "checkpoint" not in str(error).lower():
                 raise
             raise UsageError(

@@ -52,8 +52,9 @@ def warn_of_coupled_examples(model: nn.Module) -> None:
     """BatchNorm in training mode gives rewards another meaning, which is worth saying once."""
     if any(isinstance(module, _BatchNorm) and module.training for module in model.modules()):
         _warn_once(
-            "the model has BatchNorm in training mode, which mixes the examples of a batch: rewards are a decomposition of the batch's "
-            "gradient that adds up to it, not derivatives of single losses (said once)"
+            "the model has BatchNorm in training mode, which mixes the examples of a batch: a reward is an example's part of the batch's "
+            "gradient, close to the gradient of its own loss, not equal to it. Usually nothing needs to be done; GroupNorm or LayerNorm avoid it, and "
+            "docs/when-not-to-use-it.md has how much it is (said once)"
         )
 
 
@@ -113,9 +114,11 @@ def refuse_missing_tape(tape: Tape | None) -> None:
 def refuse_other_batch_sizes(tape: Tape, draws: Sequence[Draw]) -> None:
     """Raise unless there is one action for each example."""
     chosen, seen = [draw.num_examples for draw in draws], list(batch_sizes(tape.calls).values())
+    passes = max(tape.passes.values(), default=1)
+    often = f" in {passes} backward passes" if passes > len(seen) else ""
     if sum(seen) != sum(chosen) or (len(seen) == len(chosen) and seen != chosen):
         raise BatchSizeError(
-            f"The actions are for {chosen} example(s), the model saw {seen} (one number a micro-batch). There must be one "
+            f"The actions are for {chosen} example(s), the model saw {seen} (one number a micro-batch){often}. There must be one "
             "action for each example, in order. Fix: call learner.sample(n) once before each micro-batch, with its size; for "
             "actions that were sampled ahead, say which are used: learner.step(loss, actions=...); after a batch that was given "
             "up, call learner.skip()."

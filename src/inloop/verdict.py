@@ -37,9 +37,10 @@ class SourceVerdict:
     Attributes:
         examples: How many of its examples were rewarded.
         advantage: Its mean advantage; negative if its examples were rewarded less than the others'.
-        low: Lower end of the interval; nan if too few steps had examples of it.
+        low: Lower end of the interval, by default at 95% for all sources together; nan if too few steps had examples of it.
         high: Upper end.
-        bad: Whether it is called bad.
+        bad: Whether it is called bad: the whole interval is below ``-least_effect``.
+        undecided: Whether it might be either: the interval reaches to both sides of that, or there is none.
     """
 
     source: int
@@ -48,6 +49,7 @@ class SourceVerdict:
     low: float
     high: float
     bad: bool
+    undecided: bool
 
 
 class RewardStatistics:
@@ -105,9 +107,11 @@ class RewardStatistics:
 
     def _verdict(self, source: int, examples: int, mean: float, variance: float, steps: float) -> SourceVerdict:
         if not steps >= LEAST_STEPS:  # also for nan: never seen
-            return SourceVerdict(source, examples, mean, math.nan, math.nan, bad=False)
+            return SourceVerdict(source, examples, mean, math.nan, math.nan, bad=False, undecided=True)
         width = t_quantile(1 - (1 - self.level) / (2 * self._sums.shape[1]), steps - 1) * math.sqrt(variance)
-        return SourceVerdict(source, examples, mean, mean - width, mean + width, bad=mean + width < -self.least_effect)
+        low, high = mean - width, mean + width
+        bad = high < -self.least_effect
+        return SourceVerdict(source, examples, mean, low, high, bad, undecided=not bad and low < -self.least_effect)
 
     def bad_sources(self) -> list[int]:
         return [verdict.source for verdict in self.verdicts() if verdict.bad]

@@ -360,7 +360,7 @@ def test_copied_inputs_may_be_overwritten():
 
 def test_a_penalty_in_the_loss_is_named():
     model = small_net()
-    with pytest.raises(VerificationError, match=r"'0.weight'.*penalty"), capture(model, verify=True):
+    with pytest.raises(VerificationError, match=r"(?s)'0.weight'.*penalty"), capture(model, verify=True):
         (F.cross_entropy(model(x(5)), labels()) + 0.01 * model[0].weight.square().sum()).backward()
     assert num_hooks(model) == 0
 

@@ -165,6 +165,20 @@ def test_saving_between_a_batch_and_its_step_is_refused():
         training.loader.state_dict()
 
 
+def test_a_loader_that_has_ended_says_so_instead_of_giving_nothing():
+    training = Training(SOURCES["datasets"](), num_batches=4)
+    assert len(training.loader) == 4
+    training.run(stop_after=1)
+    assert len(training.loader) == 3
+    training.run()
+    with pytest.raises(
+        UsageError, match="has yielded all of its num_batches=4, which counts over its life, not by epoch"
+    ):
+        next(iter(training.loader))
+    with pytest.raises(TypeError, match="has no end"):
+        len(Training(SOURCES["datasets"]()).loader)
+
+
 def test_the_loader_does_not_touch_torchs_own_generator():
     training = Training(SOURCES["datasets"](), num_batches=3, num_workers=1)
     before = torch.get_rng_state()

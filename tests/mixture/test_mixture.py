@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from inloop import Mixture
 from inloop.errors import UsageError
@@ -66,6 +66,12 @@ def test_examples_are_collated_as_by_a_dataloader():
 def test_bad_sources_and_actions_are_named():
     with pytest.raises(UsageError, match=r"Source 1 is a Tensor. Allowed are"):
         Mixture([(torch.zeros(2),), torch.zeros(2)])
+    with pytest.raises(UsageError, match="Source 0 is a DataLoader, which gives batches. Fix: give its dataset"):
+        Mixture([DataLoader(TensorDataset(torch.zeros(4)))] * 2)
+    with pytest.raises(UsageError, match="got a ConcatDataset"):
+        Mixture(TensorDataset(torch.zeros(4)) + TensorDataset(torch.zeros(4)))
+    with pytest.raises(UsageError, match=r"different forms .*: \(a tensor \[2\]\) and \(a tensor \[3\]\)"):
+        Mixture([(torch.zeros(4, 2),), (torch.zeros(4, 3),)]).draw(torch.tensor([0, 1]))
     with pytest.raises(UsageError, match="got a zip"):
         Mixture(zip([torch.zeros(2)], [torch.zeros(2)], strict=True))
     with pytest.raises(UsageError, match="got a dict"):

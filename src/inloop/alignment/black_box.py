@@ -100,9 +100,10 @@ def checked(call: LayerCall, outputs: list[Tensor]) -> list[Tensor]:
     )
     if not same:
         raise UnsupportedLayerError(
-            f"'{call.name}' ({type(call.layer).__name__}) gives another output when it is run again with the same input, parameters, "
+            f"{repr(call.name) if call.name else 'The model'} ({type(call.layer).__name__}) gives another output when it is run again with the same input, parameters, "
             "buffers and torch random state. Its forward depends on something else: state kept in attributes, Python's random, a "
-            "method or child held outside the module. Fix: keep state in buffers, or leave it out with layers=."
+            "method or child held outside the module; or optimizer.step() came before learner.step(loss). Fix: keep state in buffers, or leave it "
+            "out with layers=; call learner.step(loss) first."
         )
     return outputs
 

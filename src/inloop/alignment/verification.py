@@ -115,6 +115,15 @@ def _precision(call: AnyCall) -> torch.dtype:
     return call.dout.dtype.to_real() if isinstance(call, LayerCall) else call.dtype
 
 
+_CAUSES = """Usual reasons, and what to do:
+  - gradients of the step before were not cleared: optimizer.zero_grad() after optimizer.step()
+  - they were clipped or scaled before they were looked at: call learner.step(loss) right after loss.backward()
+  - learner.step was called for a micro-batch: once for each optimizer step, after the last of its backward passes
+  - the loss has a penalty on the weights, which belongs to no example: loss.backward(); learner.step(loss); penalty.backward(); optimizer.step()
+  - a backward pass that is not part of the step (SAM's first, all but the last of LBFGS's closure, a probe): put it into `with learner.paused():`
+If none of them is it, inloop.check(model, batch, losses) compares every parameter with brute force."""
+
+
 def _what_is_wrong(name: str, total: float, norm: float) -> str:
     if total == 0.0:
         cause = (
@@ -122,12 +131,7 @@ def _what_is_wrong(name: str, total: float, norm: float) -> str:
             "were lost (a model compiled before recording began). Fix: call the module, or leave the parameter out with layers=."
         )
     else:
-        cause = (
-            "What usually is the reason: gradients were not cleared after the step before (optimizer.zero_grad()), or changed "
-            "before they were looked at (clipping, scaling); a backward or autograd.grad call that is not part of the step (put "
-            "it into learner.paused()), as SAM's first pass or all but the last of LBFGS's closure; a loss that reaches the parameter past the examples (a penalty on weights belongs in the "
-            "optimizer). If you mean it, pass verify=False."
-        )
+        cause = _CAUSES
         if world_size() > 1:
             cause = f"The gradient must be the mean over the {world_size()} processes (DistributedDataParallel, fully_shard). {cause}"
     return (

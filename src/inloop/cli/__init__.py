@@ -4,6 +4,7 @@ Exit codes: 0, 1 for a failure, 2 for wrong usage, 130 after Ctrl-C (what goes t
 """
 
 import argparse
+import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the arguments, do what they say, return the exit code."""
     options = _parser().parse_args(arguments)
     try:
-        _require_extras()
+        _require(options.needs)
         code: int = options.run(options)
     except KeyboardInterrupt:
         saved = getattr(options, "out", None) is not None or hasattr(options, "restart")
@@ -39,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="inloop", description="Learn the data distribution while the model trains.")
     parser.add_argument("--version", action="version", version=f"inloop {__version__}")
+    parser.set_defaults(needs=("matplotlib", "rich"))
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     run = commands.add_parser("run", help="run an experiment").add_subparsers(required=True, metavar="EXPERIMENT")
     add_splits(run)
@@ -58,9 +60,6 @@ def _report(options: argparse.Namespace) -> int:
     return 0
 
 
-def _require_extras() -> None:
-    try:
-        import matplotlib  # noqa: F401
-        import rich  # noqa: F401
-    except ImportError as error:
-        raise UsageError(f"The command line needs {error.name}. Fix: pip install 'inloop[cli]'.") from None
+def _require(packages: Sequence[str]) -> None:
+    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
+        raise UsageError(f"This command needs {' and '.join(missing)}. Fix: pip install {' '.join(missing)}.")

@@ -18,7 +18,7 @@ def add_check(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     check.add_argument("target", metavar="MODULE:FUNCTION", help="as in my_project.models:make; found from here")
     check.add_argument("--examples", type=int, default=4, help="how many examples of the batch to use; default: 4")
     check.add_argument("--json", action="store_true", help="print one JSON object")
-    check.set_defaults(run=_check)
+    check.set_defaults(run=_check, needs=("rich",))
 
 
 def _check(options: argparse.Namespace) -> int:

@@ -82,12 +82,25 @@ class MixtureLoader:
         self.micro_batches = micro_batches
         self.num_ordered = 0
         self.num_yielded = 0
+        self._ended = False
         self._on_order: deque[_Order] = deque()
         self._in_step: list[_Order] = []  # used since the last step, if that is not over
 
     def __iter__(self) -> Iterator[tuple[Actions, Any]]:
+        if self._ended:
+            raise UsageError(
+                f"This loader has yielded all of its num_batches={self.num_batches}, which counts over its life, not by epoch. Fix: leave it out and "
+                "end an epoch with itertools.islice(loader, n), or make a loader for each epoch."
+            )
         for batch in self.batches():
             yield self.use_next(), batch
+        self._ended = True
+
+    def __len__(self) -> int:
+        """How many batches are still to come."""
+        if self.num_batches is None:
+            raise TypeError("A loader without num_batches has no end, and no len().")
+        return self.num_batches - self.num_yielded
 
     @property
     def batches_ahead(self) -> int:
@@ -117,7 +130,7 @@ class MixtureLoader:
             batch_sampler=self._with_streams(),
             num_workers=self.num_workers,
             prefetch_factor=self.prefetch,
-            collate_fn=self.mixture.collate,
+            collate_fn=self.mixture.collated,
             # Else each new iterator would draw from torch's own. Random transforms in workers follow it, but are not replayed.
             generator=default_generator(f"workers from batch {self.num_yielded} on"),
         )
@@ -140,7 +153,7 @@ class MixtureLoader:
         if not order.read:
             return self.mixture.batch(*order.mine)
         pairs = enumerate(order.pairs())
-        return self.mixture.collate(
+        return self.mixture.collated(
             [order.read[place] if place in order.read else self.mixture.fetch(key) for place, key in pairs]
         )
 

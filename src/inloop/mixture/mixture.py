@@ -78,7 +78,21 @@ class Mixture:
         if self._tensors and self.collate is default_collate:  # in memory: one gather for each tensor
             index_N = self._offsets_K[source_N] + position_N
             return [tensor[index_N] for tensor in self._tensors]
-        return self.collate([self.fetch(key) for key in zip(source_N.tolist(), position_N.tolist(), strict=True)])
+        return self.collated([self.fetch(key) for key in zip(source_N.tolist(), position_N.tolist(), strict=True)])
+
+    def collated(self, examples: list[Any]) -> Any:
+        """The batch of examples that may come from different sources."""
+        try:
+            return self.collate(examples)
+        except (TypeError, RuntimeError, KeyError, ValueError) as error:
+            forms = [_form_of(example) for example in examples]
+            if len(set(forms)) == 1:
+                raise
+            different = " and ".join(dict.fromkeys(forms))
+            raise UsageError(
+                f"Examples of different forms cannot be put into one batch: {different} ({str(error).splitlines()[0]}). Fix: let all sources give "
+                "the same, or pass collate=."
+            ) from error
 
     def choose(self, actions: Actions, mine: slice) -> tuple[Tensor, Tensor]:
         """Which example of which source, for all processes: two tensors of shape [N].
@@ -145,7 +159,7 @@ class Mixture:
 
         Args:
             batch_size: Examples in each (micro-)batch; with several processes, of this one.
-            num_batches: How many batches to yield over the loader's life, which resuming continues; None for no end.
+            num_batches: How many batches to yield over the loader's life (not by epoch), which resuming continues; None for no end.
             num_workers: Processes that fetch examples; 0 to fetch in this one.
             prefetch: Batches on order for each worker.
             micro_batches: Batches for each step, if gradients are accumulated (it matters with ``interleave=True`` only).
@@ -191,7 +205,8 @@ def _sources_of(actions: Actions, num_sources: int) -> Tensor:
     source_N = cast(Tensor, actions)
     if len(source_N) and not 0 <= int(source_N.min()) <= int(source_N.max()) < num_sources:
         raise UsageError(
-            f"The actions name sources {int(source_N.min())} to {int(source_N.max())}; there are 0 to {num_sources - 1}."
+            f"The actions name sources {int(source_N.min())} to {int(source_N.max())}; there are 0 to {num_sources - 1}. Fix: "
+            f"MixturePolicy(num_sources={num_sources})."
         )
     return source_N.long().cpu()
 
@@ -207,3 +222,14 @@ def _joined(sources: Sequence[Any]) -> tuple[list[Tensor], Tensor]:
     columns = zip(*(cast(TensorDataset, dataset).tensors for dataset in datasets), strict=True)
     sizes = torch.tensor([0, *(source.size for source in sources)])
     return [torch.cat(column) for column in columns], sizes.cumsum(0)[:-1]
+
+
+def _form_of(example: Any) -> str:
+    """What an example is made of, in few words."""
+    if isinstance(example, Tensor):
+        return f"a tensor {list(example.shape)}"
+    if isinstance(example, dict):
+        return "{" + ", ".join(f"{name}: {_form_of(part)}" for name, part in example.items()) + "}"
+    if isinstance(example, (tuple, list)):
+        return f"({', '.join(_form_of(part) for part in example)})"
+    return f"a {type(example).__name__}"

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from inloop.errors import UsageError
 
@@ -154,6 +154,8 @@ def as_source(number: int, source: object, passes: torch.Generator | None) -> So
         if len(set(lengths)) != 1:
             raise UsageError(f"The tensors of source {number} are of different lengths: {lengths}.")
         source = TensorDataset(*source)
+    if isinstance(source, DataLoader):
+        raise UsageError(f"Source {number} is a DataLoader, which gives batches. Fix: give its dataset.")
     if isinstance(source, (Tensor, str)):
         raise UsageError(f"Source {number} is a {type(source).__name__}. {_ALLOWED}")
     if isinstance(source, IterableDataset) or not hasattr(source, "__getitem__"):

@@ -81,7 +81,7 @@ def _read_folders(path: Path) -> tuple[Tensor, Tensor]:
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError:
-        raise DataError("Reading image files needs Pillow. Fix: pip install 'inloop[cli]'.") from None
+        raise DataError("Reading image files needs Pillow. Fix: pip install pillow.") from None
     classes = sorted(folder for folder in path.iterdir() if folder.is_dir() and not folder.name.startswith("."))
     if len(classes) < 2:
         raise DataError(f"{path} has {len(classes)} folders; one for each class is needed, at least 2.")
