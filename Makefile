@@ -16,7 +16,7 @@ test: $(INSTALLED)  ## the tests
 	$(BIN)/pytest -n auto
 
 test-integrations: $(INSTALLED)  ## the tests against Lightning, Hugging Face, Accelerate, trackers and torchrun
-	$(BIN)/pytest -n auto -m integrations tests/integrations
+	$(BIN)/pytest -n auto -m integrations tests/integrations tests/documents
 
 test-slow: $(INSTALLED)  ## the tests that take minutes
 	$(BIN)/pytest -n auto -m slow

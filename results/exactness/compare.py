@@ -134,12 +134,24 @@ def main() -> None:
         path.write_text(text)
 
 
+def rows() -> list[dict[str, Any]]:
+    return json.loads((HERE / "models.json").read_text())["results"]
+
+
+def in_brief() -> str:
+    lines = ["| model | parameters compared | precision | largest relative error |", "|---|---|---|---|"]
+    lines += [
+        f"| {row['model']} | {row['parameters']} | {row['precision']} | {row['max_relative_error']:.0e} |" for row in rows()
+    ]
+    return "\n".join(lines)
+
+
 def table() -> str:
     lines = [
         "| model | parameters compared | by a rule or followed | run again | precision | largest relative error |",
         "|---|---|---|---|---|---|",
     ]
-    for row in json.loads((HERE / "models.json").read_text())["results"]:
+    for row in rows():
         by_rule = row["parameters"] - row["run_again"]
         lines.append(
             f"| {row['model']} | {row['parameters']} | {by_rule} | {row['run_again']} | {row['precision']} | {row['max_relative_error']:.0e} |"
@@ -149,8 +161,8 @@ def table() -> str:
 
 def pages() -> dict[Path, str]:
     """What the two pages should be."""
-    paths = (HERE.parent.parent / "README.md", HERE / "README.md")
-    return {path: with_block(path.read_text(), COMMAND, table()) for path in paths}
+    contents = {HERE.parent.parent / "README.md": in_brief(), HERE / "README.md": table()}
+    return {path: with_block(path.read_text(), COMMAND, content) for path, content in contents.items()}
 
 
 if __name__ == "__main__":
