@@ -141,7 +141,8 @@ def rows() -> list[dict[str, Any]]:
 def in_brief() -> str:
     lines = ["| model | parameters compared | precision | largest relative error |", "|---|---|---|---|"]
     lines += [
-        f"| {row['model']} | {row['parameters']} | {row['precision']} | {row['max_relative_error']:.0e} |" for row in rows()
+        f"| {row['model']} | {row['parameters']} | {row['precision']} | {row['max_relative_error']:.0e} |"
+        for row in rows()
     ]
     return "\n".join(lines)
 

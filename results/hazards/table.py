@@ -5,6 +5,7 @@ python results/hazards/table.py
 
 import json
 import statistics
+from collections import Counter
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -63,8 +64,47 @@ def different() -> str:
         ]
         arms = dict.fromkeys(run["arm"] for run in runs)
         lines += [row(kind, arm, [run for run in runs if run["arm"] == arm]) for arm in arms]
+        if kind == "text":
+            lines += ["", who_was_called_bad(runs)]
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
+
+
+def who_was_called_bad(runs: list[dict]) -> str:
+    """By name, over all arms and seeds."""
+    times = Counter(run["names"][source] for run in runs for source in run["named"])
+    parts = [f"{name} in {count}" for name, count in times.most_common()]
+    return f"Called bad in so many of the {len(runs)} runs: {', '.join(parts)}."
+
+
+def few_sources(data: str) -> str:
+    """Two sources, one partly mislabelled: what the next batch and what a validation set make of it."""
+    runs = read(f"few-sources-{data}")
+    lines = [
+        "| wrong labels | judge | share of the source at the end: mean (largest) | called bad | accuracy |",
+        "|---|---|---|---|---|",
+    ]
+    judges = {"uniform": "none, equal shares", "gar": "next batch", "gar, held-out": "validation set"}
+    for wrong in sorted({run["wrong"] for run in runs}):
+        for arm, judge in judges.items():
+            of_arm = [run for run in runs if run["wrong"] == wrong and run["arm"] == arm]
+            if not of_arm:
+                continue
+            shares = [run["share"] for run in of_arm]
+            lines.append(
+                f"| {wrong:.0%} | {judge} | {statistics.mean(shares):.2f} ({max(shares):.2f}) | {sum(run['called_bad'] for run in of_arm)} of {len(of_arm)} "
+                f"| {statistics.mean(run['accuracy'] for run in of_arm):.3f} |"
+            )
+    return "\n".join(lines)
+
+
+def few() -> str:
+    return (
+        "Digits, a perceptron; 360 images with right labels, 1,139 of which a share has random ones.\n\n"
+        f"{few_sources('digits')}\n\n"
+        "CIFAR-10, a small convolutional network with BatchNorm, Adam; 5,000 images with right labels, 15,000 of which a share has random ones.\n\n"
+        f"{few_sources('cifar10')}"
+    )
 
 
 def batches() -> str:
@@ -100,7 +140,7 @@ def batchnorm() -> str:
     return "\n".join([note, "", *lines])
 
 
-PARTS = {"different": different, "batches": batches, "batchnorm": batchnorm}
+PARTS = {"different": different, "few": few, "batches": batches, "batchnorm": batchnorm}
 
 
 def figure() -> Figure:
@@ -126,7 +166,7 @@ def figure() -> Figure:
 def pages() -> dict[Path, str]:
     """What the two pages, and the figure, should be."""
     own, guide = HERE / "README.md", DOCS / "when-not-to-use-it.md"
-    titles = {"different": "Sources that are different", "batches": "Small batches", "batchnorm": "BatchNorm"}
+    titles = {"different": "Sources that are different", "few": "Few sources, one of them partly wrong", "batches": "Small batches", "batchnorm": "BatchNorm"}
     everything = "\n\n".join(f"## {titles[name]}\n\n{part()}" for name, part in PARTS.items())
     text = guide.read_text()
     for name, part in PARTS.items():

@@ -70,6 +70,13 @@ def test_the_code_of_a_page(page, tmp_path, monkeypatch):
         assert_printed(printed.getvalue(), text if follows == "text" else "")
 
 
+def test_no_line_of_code_is_too_long_for_the_page():
+    pages = [path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts]
+    for page in [*pages, ROOT / "README.md"]:
+        lines = [line for _, text in blocks(page) for line in text.splitlines()]
+        assert max(map(len, lines), default=0) <= 98, page
+
+
 def test_most_pages_have_code():
     assert len(with_python("docs")) >= 10
 

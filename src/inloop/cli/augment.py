@@ -25,7 +25,12 @@ def add_augment(experiments: "argparse._SubParsersAction[argparse.ArgumentParser
         "The same command again continues an interrupted run.",
     )
     augment.add_argument("--data", metavar="digits|cifar10|cifar100|PATH", help=DATA_HELP)
-    augment.add_argument("--preset", choices=PRESETS, help="the paper's full recipe; other options still count")
+    augment.add_argument(
+        "--preset",
+        choices=PRESETS,
+        metavar="PRESET",
+        help=f"the paper's full recipe, other options still count: {', '.join(PRESETS)}",
+    )
     augment.add_argument(
         "--network",
         help="wrn-DEPTH-WIDTH, as wrn-28-10, and behind it -gn for GroupNorm, -s2 for a first stride of 2; default: wrn-28-10, for digits wrn-10-1",

@@ -21,7 +21,9 @@ def add_splits(experiments: "argparse._SubParsersAction[argparse.ArgumentParser]
         "The same command again continues an interrupted run.",
     )
     splits.add_argument("--data", default="digits", metavar="digits|cifar10|cifar100|PATH", help=DATA_HELP)
-    splits.add_argument("--network", choices=NETWORKS, help="default: fc-bn")
+    splits.add_argument(
+        "--network", choices=NETWORKS, metavar="NETWORK", help=f"one of {', '.join(NETWORKS)}; default: fc-bn"
+    )
     splits.add_argument("--reward", choices=get_args(RewardName), help="default: gar")
     splits.add_argument("--noise", choices=get_args(Noise), help="what is wrong with split 0; default: labels")
     splits.add_argument("--sources", type=int, help="number of splits; default: 10")
