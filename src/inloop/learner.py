@@ -6,8 +6,8 @@
                   φ_{t+1} <- φ_t               move the policy by sum_i r_i ∇log p(a_i), free the tape of t-1
                   θ_{t+1} <- θ_t               the user's optimizer
 
-g_t is the raw batch gradient: before clipping, weight decay and momentum. So a choice of step t is paid in step t+1 and
-first shows in what is sampled for step t+2.
+To *pay* a step is to give its examples their rewards. g_t is the raw batch gradient: before clipping, weight decay and
+momentum. So a choice of step t is paid in step t+1 and first shows in what is sampled for step t+2.
 """
 
 import logging
