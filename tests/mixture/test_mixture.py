@@ -63,6 +63,14 @@ def test_examples_are_collated_as_by_a_dataloader():
     assert lengths.draw(torch.tensor([0, 1, 1])) == 3
 
 
+def test_an_error_of_a_collate_function_is_its_own():
+    def collate(examples):
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="^mine$"):
+        Mixture([Named(), Named()], collate=collate).draw(torch.tensor([0, 1]))
+
+
 def test_bad_sources_and_actions_are_named():
     with pytest.raises(UsageError, match=r"Source 1 is a Tensor. Allowed are"):
         Mixture([(torch.zeros(2),), torch.zeros(2)])
