@@ -166,7 +166,12 @@ def figure() -> Figure:
 def pages() -> dict[Path, str]:
     """What the two pages, and the figure, should be."""
     own, guide = HERE / "README.md", DOCS / "when-not-to-use-it.md"
-    titles = {"different": "Sources that are different", "few": "Few sources, one of them partly wrong", "batches": "Small batches", "batchnorm": "BatchNorm"}
+    titles = {
+        "different": "Sources that are different",
+        "few": "Few sources, one of them partly wrong",
+        "batches": "Small batches",
+        "batchnorm": "BatchNorm",
+    }
     everything = "\n\n".join(f"## {titles[name]}\n\n{part()}" for name, part in PARTS.items())
     text = guide.read_text()
     for name, part in PARTS.items():

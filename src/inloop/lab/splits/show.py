@@ -38,7 +38,7 @@ def print_splits(results: Sequence[dict[str, Any]], settings: SplitSettings, out
         title=f"{escape(settings.data)}, noise: {settings.noise}, {len(results)} seed(s), mean ± 95% interval"
     )
     uniform = (settings.sources - 1) / settings.sources
-    for column in ("network", "reward", f"noisy split (uniform {uniform:.2f})", "other splits", "test accuracy"):
+    for column in ("network", "reward", f"noisy split, area (equal: {uniform:.2f})", "other splits", "test accuracy"):
         table.add_column(column, justify="left" if column in ("network", "reward") else "right")
     values = [
         "-" if results[0][name] is None else show_interval(*mean_and_interval([result[name] for result in results]))
@@ -49,7 +49,7 @@ def print_splits(results: Sequence[dict[str, Any]], settings: SplitSettings, out
     if settings.noise != "none":
         last = [result["epochs"][-1]["probabilities"][NOISY_SPLIT] for result in results]
         console.print(
-            f"share of the noisy split: {1 / settings.sources:.3f} at first, {show_interval(*mean_and_interval(last))} in the last epoch"
+            f"share of the noisy split in the last epoch: {show_interval(*mean_and_interval(last))} (used equally: {1 / settings.sources:.3f})"
         )
     if settings.reward == "gar":
         named: dict[int, int] = {}
