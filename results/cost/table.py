@@ -95,17 +95,18 @@ def checkpointing() -> str:
 def layer_subsets() -> str:
     """What a few layers' reward is worth, by what a tape of them keeps."""
     results = json.loads((HERE / "layer_subsets.json").read_text())["results"]
-    sets = list(dict.fromkeys(row["layers"] for result in results for row in result["rows"] if row["layers"] != "all"))
+    sets = list(dict.fromkeys(row["layers"] for result in results for row in result["rows"]))
     lines = [f"| layers | {' | '.join(result['model'] for result in results)} |", "|---" * (len(results) + 1) + "|"]
     for name in sets:
         cells = []
         for result in results:
             found = [row for row in result["rows"] if row["layers"] == name]
-            cells.append(f"{found[0]['correlation']:.2f} / {found[0]['kept']:.2f}" if found else "")
+            shown = [f"{found[0][name]:.2f}" for name in ("correlation", "kept")] if found else []
+            cells.append(" / ".join(shown))
         lines.append(f"| {name} | {' | '.join(cells)} |")
     note = (
-        f"Correlation of a few layers' reward with that of all, within a step, averaged over {results[0]['steps'] - 21} steps of training on real data of which a fifth is spoiled, "
-        "and the share of the whole tape that these layers keep (`python -m benchmarks.layer_subsets`)."
+        f"Correlation of a few layers' reward with that of all, within a step, and the share of the whole tape that these layers keep. Means over {results[0]['steps'] - 21} steps, early in training "
+        "on CIFAR-10 and on text (`python -m benchmarks.layer_subsets`)."
     )
     return "\n".join([note, "", *lines])
 
