@@ -170,11 +170,14 @@ def test_a_loader_that_has_ended_says_so_instead_of_giving_nothing():
     assert len(training.loader) == 4
     training.run(stop_after=1)
     assert len(training.loader) == 3
+    state = training.loader.state_dict()
     training.run()
     with pytest.raises(
         UsageError, match="has yielded all of its num_batches=4, which counts over its life, not by epoch"
     ):
         next(iter(training.loader))
+    training.loader.load_state_dict(state)
+    assert len(list(training.loader)) == 3
     with pytest.raises(TypeError, match="has no end"):
         len(Training(SOURCES["datasets"]()).loader)
 

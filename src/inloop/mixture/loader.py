@@ -198,7 +198,7 @@ class MixtureLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`; iterate anew afterwards."""
         self.mixture.load_state_dict(state["mixture"])
-        self.num_ordered, self.num_yielded = state["num_ordered"], state["num_yielded"]
+        self.num_ordered, self.num_yielded, self._ended = state["num_ordered"], state["num_yielded"], False
         self._on_order = deque(
             _Order(Draw.restored(self.learner.policy, saved["draw"]), saved["source"], saved["position"])
             for saved in state["on_order"]
