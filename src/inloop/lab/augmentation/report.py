@@ -12,7 +12,7 @@ from inloop.augment import SPACES
 from inloop.lab.augmentation.figures import policy_over_time, sample_sheets, strengths_at_snapshots
 from inloop.lab.augmentation.settings import OLA_OPTIONS, SEARCHES_A_SPACE, AugmentSettings, with_augment_defaults
 from inloop.lab.html import html_figure, html_table, note
-from inloop.lab.runs.finished import FinishedRun, read_runs
+from inloop.lab.runs.finished import FinishedRun, comparable, read_runs
 from inloop.lab.runs.summary import mean_and_interval, show_interval
 
 # Table 2 of the paper: test accuracy and the half width of its 95% interval, in per cent, WRN-28-10, 5 seeds.
@@ -39,17 +39,15 @@ _ORDER = ("none", "pba", "fast-aa", "aa", "ra", "ta", "ua", "ola")
 
 def augment_sections(folder: Path) -> list[str]:
     """A section for each group of runs that differ in the augmentation only; figures are written to ``folder``."""
-    groups: dict[tuple[str, str | None], list[FinishedRun]] = {}
-    for run in read_runs(folder, "augment", AugmentSettings().as_dict()):
-        groups.setdefault((_title(run), run.settings.get("data_digest")), []).append(run)
+    groups = comparable(read_runs(folder, "augment", AugmentSettings().as_dict()), _title)
     if not groups:
         return []
     heading = (
         "<h1>How are the images augmented?</h1><p>Networks trained with augmentation that is fixed, or learned in the same run (OLA) from "
         "the alignment of each augmented example's gradient with the next step's.</p>"
     )
-    sections = enumerate(groups.items(), start=1)
-    return [heading, *(_section(title, runs, folder / f"report-augment-{k}") for k, ((title, _), runs) in sections)]
+    sections = enumerate(groups, start=1)
+    return [heading, *(_section(title, runs, folder / f"report-augment-{k}") for k, (title, runs) in sections)]
 
 
 def _title(run: FinishedRun) -> str:

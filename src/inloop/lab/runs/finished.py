@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,14 @@ def read_runs(folder: Path, experiment: str, defaults: dict[str, Any]) -> list[F
         results = [_read(path, f"{path} is no result of a seed. {fix}") for _, path in finished]
         runs += [FinishedRun(file.parent, defaults | settings, results)] if results else []
     return runs
+
+
+def comparable(runs: Iterable[FinishedRun], title: Callable[[FinishedRun], str]) -> list[tuple[str, list[FinishedRun]]]:
+    """Groups of runs that have the same title and the same data, each with its title."""
+    groups: dict[tuple[str, str | None], list[FinishedRun]] = {}
+    for run in runs:
+        groups.setdefault((title(run), run.settings.get("data_digest")), []).append(run)
+    return [(shown, group) for (shown, _), group in groups.items()]
 
 
 def _read(path: Path, complaint: str | None) -> Any:

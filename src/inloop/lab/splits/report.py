@@ -6,7 +6,7 @@ from html import escape
 from pathlib import Path
 
 from inloop.lab.html import html_figure, html_table, note
-from inloop.lab.runs.finished import FinishedRun, read_runs
+from inloop.lab.runs.finished import FinishedRun, comparable, read_runs
 from inloop.lab.runs.summary import mean_and_interval, show_interval
 from inloop.lab.splits.figures import figure_2
 from inloop.lab.splits.noise import noisy_split
@@ -28,17 +28,15 @@ _REWARD_ORDER = ("gar", "nslr", "loss", "exp3", "none", "oracle")
 
 def split_sections(folder: Path) -> list[str]:
     """A section for each group of runs that differ in network and reward only; figures are written to ``folder``."""
-    groups: dict[tuple[str, str | None], list[FinishedRun]] = {}
-    for run in read_runs(folder, "splits", SplitSettings().as_dict()):
-        groups.setdefault((_title(run), run.settings.get("data_digest")), []).append(run)
+    groups = comparable(read_runs(folder, "splits", SplitSettings().as_dict()), _title)
     if not groups:
         return []
     heading = (
         "<h1>Which split hurts?</h1><p>Equal splits of a data set, of which one may be noisy; a policy learns, while the model trains, "
         "how often each is used.</p>"
     )
-    sections = enumerate(groups.items(), start=1)
-    return [heading, *(_section(title, group, folder / f"report-{k}") for k, ((title, _), group) in sections)]
+    sections = enumerate(groups, start=1)
+    return [heading, *(_section(title, runs, folder / f"report-{k}") for k, (title, runs) in sections)]
 
 
 def _title(run: FinishedRun) -> str:
