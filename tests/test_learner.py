@@ -231,6 +231,13 @@ def test_actions_are_known_by_their_values():
     assert run.learner._sampler.waiting == []
 
 
+def test_several_callbacks_get_every_report():
+    first, second = [], []
+    Run(callback=[first.append, second.append]).train(3)
+    assert len(first) == 3
+    assert first == second
+
+
 def test_a_learner_whose_step_is_never_called_warns(caplog):
     run = Run()
     for _ in range(5):
@@ -643,6 +650,7 @@ def test_verify_on_every_step_sees_a_later_penalty():
         ({"layers": ["nope"]}, "names 'nope'"),
         ({"verify": "always"}, "verify='always': allowed are 'first', True and False"),
         ({"start_after": -1}, "start_after=-1"),
+        ({"callback": [print, 3]}, "allowed are a function of a StepReport, and a list of them"),
         (
             {"policy_optimizer": torch.optim.SGD(make_net().parameters())},
             "must hold the policy's parameters and no others",

@@ -7,7 +7,7 @@ text=${2:-}
 here=$(dirname "$0")
 python "$here/different.py" digits --seeds 5
 python "$here/few_sources.py" digits --seeds 10
-python "$here/few_sources.py" cifar10 --seeds 3
+python "$here/few_sources.py" cifar10 --seeds 4
 if [ -n "$text" ]; then python "$here/different.py" text "$text" --seeds 3; fi
 for noise in none labels; do
   for batch in 8 32 128 250; do

@@ -41,11 +41,14 @@ def row(kind: str, arm: str, runs: list[dict]) -> str:
     share = f"{sum(mean_over(runs, 'shares', [k]) for k in odd):.2f}" if odd else ""
     largest = statistics.mean(max(run["shares"]) for run in runs)
     of_odd = f"{mean_over(runs, quality, odd):.{digits}f}" if odd and kind != "text" else ""
-    named = "" if arm == "uniform" else f"{statistics.mean(len(run['named']) for run in runs):.1f}"
+    named = [
+        f"{statistics.mean(len(set(run['named']) & set(group)) for run in runs):.1f}" if group else ""
+        for group in (odd, others)
+    ]
     worst = [(max if kind == "text" else min)(run[quality][k] for k in others) for run in runs]
     return (
         f"| {arm} | {share} | {largest:.2f} | {mean_over(runs, quality, others):.{digits}f} | {statistics.mean(worst):.{digits}f} "
-        f"| {of_odd} | {named} |"
+        f"| {of_odd} | {named[0]} | {named[1]} |"
     )
 
 
@@ -59,8 +62,8 @@ def different() -> str:
         lines = [
             f"**{what[0].upper()}{what[1:]}** ({seeds} seeds).",
             "",
-            f"| | share of the odd sources | largest share | {quality} on the others | on the worst of them | on the odd | called bad, of {len(runs[0]['shares'])} |",
-            "|---|---|---|---|---|---|---|",
+            f"| | share of the odd | largest share | {quality} on the others | on the worst of them | on the odd | odd called bad, of {len(ODD[kind])} | others, of {len(runs[0]['shares']) - len(ODD[kind])} |",
+            "|---|---|---|---|---|---|---|---|",
         ]
         arms = dict.fromkeys(run["arm"] for run in runs)
         lines += [row(kind, arm, [run for run in runs if run["arm"] == arm]) for arm in arms]

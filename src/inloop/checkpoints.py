@@ -53,6 +53,7 @@ class Checkpoints:
         return sorted(int(name[1]) for name in names if name)
 
     def path(self, step: int) -> Path:
+        """Where the checkpoint of a step is, or would be."""
         return self.folder / f"step-{step:08d}.pt"
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:

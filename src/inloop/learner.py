@@ -87,7 +87,12 @@ class InLoop:
         verify: Check that the recorded examples add up to every gradient: the "first" two times that a kind of step is seen
             (the second shows gradients that were not cleared), on each step (True), never (False).
         generator: The source of all sampling; by default one that follows torch's seed.
-        callback: Called with each step's :class:`~inloop.report.StepReport`.
+        callback: Called with each step's :class:`~inloop.report.StepReport`; one, or a list of them.
+
+    Attributes:
+        policy: The distribution that is learned.
+        num_steps: Steps so far.
+        updater: What moves the policy; its ``version`` counts the updates.
     """
 
     def __init__(
@@ -111,13 +116,15 @@ class InLoop:
         part: float = 1.0,
         verify: bool | Literal["first"] = "first",
         generator: torch.Generator | None = None,
-        callback: Callable[[StepReport], None] | None = None,
+        callback: Callable[[StepReport], None] | Sequence[Callable[[StepReport], None]] = (),
     ) -> None:
         if not isinstance(model, nn.Module) or not isinstance(policy, Policy):
             got = f"InLoop({type(model).__name__}, {type(policy).__name__})"
             raise UsageError(
                 f"{got}: the first argument is the model, an nn.Module, the second the policy, an inloop.Policy."
             )
+        if any(not callable(one) for one in (callback if isinstance(callback, Sequence) else [callback])):
+            raise UsageError(f"callback={callback!r}: allowed are a function of a StepReport, and a list of them.")
         if start_after < 0:
             raise UsageError(f"start_after={start_after}: allowed are whole numbers from 0.")
         if not 0 < part <= 1:
@@ -130,7 +137,7 @@ class InLoop:
         self.start_after = start_after
         self.dry_run = dry_run
         self.part = part
-        self.callback = callback
+        self.callbacks = (callback,) if callable(callback) else tuple(callback)
         self.updater = make_updater(policy, policy_optimizer, accumulate, normalisation or self.reward.normalisation)
         self.num_steps = 0
         self.num_dropped = 0
@@ -193,8 +200,8 @@ class InLoop:
             raise
         self._num_abandoned = 0
         self._begin_step(draws)
-        if self.callback is not None:
-            self.callback(report)
+        for call in self.callbacks:
+            call(report)
         return report
 
     def _step(self, loss: float, draws: list[Draw], scale: float, losses_N: Tensor | None) -> StepReport:

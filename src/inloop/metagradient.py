@@ -153,6 +153,7 @@ class MetaGradient:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict`."""
         self._last, self._expected = None, None
         self.meta.load_state_dict(state["meta"])
         self.meta_optimizer.load_state_dict(state["meta_optimizer"])

@@ -75,6 +75,7 @@ class Records:
             tracker.log(report.step, numbers)
 
     def close(self) -> None:
+        """Close all trackers."""
         for tracker in self.trackers:
             tracker.close()
 

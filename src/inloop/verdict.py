@@ -10,8 +10,8 @@ examples of a step share the reference gradient. The interval is corrected for t
 is called bad if its whole interval lies below ``-least_effect``: a difference that is certain but tiny is none. The default
 was chosen on the digits and on one seed of CIFAR-10; it is a convention, not a law.
 
-The interval is over steps. With a held-out reference that is always the same small set, it does not cover the choice of that
-set: small sources that by chance agree less with it are called bad, too. Compare advantages then, or draw the set anew.
+The interval is over steps. With a held-out reference from a small set, be it drawn anew each time, it does not cover the choice of that set:
+sources that by chance agree less with it are called bad, too. Compare advantages then, or use a larger set.
 """
 
 import math
@@ -56,7 +56,7 @@ class RewardStatistics:
     """Collects the rewards of each source from a learner's reports; use it as the learner's callback, or call ``add`` in yours.
 
     Args:
-        num_sources: K.
+        num_sources: How many there are.
         level: Probability that no source is called bad by chance, if all are equal.
         least_effect: The smallest advantage, in standard deviations of a step's rewards, that counts.
     """
@@ -114,12 +114,15 @@ class RewardStatistics:
         return SourceVerdict(source, examples, mean, low, high, bad, undecided=not bad and low < -self.least_effect)
 
     def bad_sources(self) -> list[int]:
+        """Those that are called bad."""
         return [verdict.source for verdict in self.verdicts() if verdict.bad]
 
     def state_dict(self) -> dict[str, Any]:
+        """What was collected so far."""
         return {"num_steps": self.num_steps, "sums": self._sums.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict`."""
         if state["sums"].shape != self._sums.shape:
             raise UsageError(f"The state is of {state['sums'].shape[1]} sources; this has {self._sums.shape[1]}.")
         self.num_steps = state["num_steps"]

@@ -98,7 +98,7 @@ def test_the_loop_of_the_readme():
 
 
 def test_the_readme_has_no_other_code_than_its_loop_its_commands_and_its_tree():
-    assert [language for language, _ in blocks("README.md")] == ["diff", "", "text"]
+    assert [language for language, _ in blocks("README.md")] == ["diff", "sh", "text"]
 
 
 def test_the_screen_of_inloop_check(monkeypatch, capsys):

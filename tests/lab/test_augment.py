@@ -119,7 +119,7 @@ def test_clipping_comes_after_the_reward(data):
     for clip in (5.0, 1e-9):
         experiment = AugmentExperiment(quick(clip=clip), data, 0)
         rewards = []
-        experiment.learner.callback = lambda report, rewards=rewards: rewards.append(report.reward_mean)
+        experiment.learner.callbacks = [lambda report, rewards=rewards: rewards.append(report.reward_mean)]
         before = experiment.model.linear.weight.detach().clone()
         for _ in range(2):
             experiment.train_step(data.train_x[:300], data.train_y[:300], 0.0)

@@ -104,7 +104,7 @@ class MixtureLoader:
 
     @property
     def batches_ahead(self) -> int:
-        """How many batches are on order when one is trained on: an update of the policy takes effect after exactly these."""
+        """How many batches are on order when one is trained on; an update of the policy takes effect after exactly these."""
         return self.num_workers * self.prefetch
 
     def use_next(self) -> Actions:

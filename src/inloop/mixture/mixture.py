@@ -169,6 +169,7 @@ class Mixture:
         return MixtureLoader(self, learner, batch_size, num_batches, num_workers, prefetch, micro_batches)
 
     def state_dict(self) -> dict[str, Any]:
+        """The random state, and where each source is."""
         return {
             "generator": self.generator.get_state(),
             "drawn": self.drawn_K.clone(),
@@ -176,6 +177,7 @@ class Mixture:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict`."""
         if len(state["sources"]) != len(self.sources):
             raise UsageError(
                 f"The state is of a mixture of {len(state['sources'])} sources; this one has {len(self.sources)}."

@@ -98,6 +98,8 @@ class LossMixture(_Shares):
 class OnlineDataMixing(_Shares):
     """Exp3, an adversarial bandit with a source for each arm, as used for data mixing by Albalak et al. (arXiv 2312.02406).
 
+    ::
+
         R_k <- α R_k + (1 - α) r_k / p_k            ε_t = min(1 / K, sqrt(log K / (K t)))
         p_k  = (1 - K ε_t) softmax(ε_{t-1} R)_k + ε_t
 

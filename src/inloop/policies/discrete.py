@@ -89,7 +89,7 @@ class Categorical(Discrete):
     """``p(k) = softmax(logits)_k``, or ``p(k | earlier choice g) = softmax(logits_g)_k``.
 
     Args:
-        num_choices: K.
+        num_choices: How many there are.
         given: (name, G) of an earlier factor with G choices that this one depends on.
         neutral: The choice of plain steps; None for a uniform draw.
 
