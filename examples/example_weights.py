@@ -1,7 +1,7 @@
 """Algorithm 1 with a weight for each training example: wrongly labelled digits lose theirs.
 
-The loss is differentiable in the weights, so no sampling is needed: each step moves them by the gradient of the next
-step's loss. A fifth of the labels is wrong; the model never sees which.
+The loss is differentiable in the weights, so no sampling is needed: each step moves them by the
+gradient of the next step's loss. A fifth of the labels is wrong; the model never sees which.
 
     python examples/example_weights.py [--steps 400] [--seed 0]
 """
@@ -17,7 +17,7 @@ from inloop.lab.data import load_digits
 
 
 class ExampleWeights(nn.Module):
-    """φ: one logit for each training example. Weights have mean one in a batch: they can only be taken from others."""
+    """φ: one logit for each training example. Weights have mean one in a batch."""
 
     def __init__(self, num_examples: int) -> None:
         super().__init__()
@@ -33,7 +33,9 @@ def main(steps: int = 400, seed: int = 0) -> tuple[Tensor, Tensor]:
     torch.manual_seed(seed)
     images, labels = load_digits()
     wrong = torch.rand(len(labels), generator=generator) < 0.2
-    labels = torch.where(wrong, (labels + torch.randint(1, 10, labels.shape, generator=generator)) % 10, labels)
+    labels = torch.where(
+        wrong, (labels + torch.randint(1, 10, labels.shape, generator=generator)) % 10, labels
+    )
 
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 100), nn.ReLU(), nn.Linear(100, 10))
     weights = ExampleWeights(len(labels))
@@ -57,13 +59,16 @@ def main(steps: int = 400, seed: int = 0) -> tuple[Tensor, Tensor]:
 
     learned = weights(torch.arange(len(labels))).detach()
     print(
-        f"mean weight of rightly labelled examples {learned[~wrong].mean():.2f}, of wrongly labelled {learned[wrong].mean():.2f}"
+        f"mean weight of rightly labelled examples {learned[~wrong].mean():.2f}, "
+        f"of wrongly labelled {learned[wrong].mean():.2f}"
     )
     return learned, wrong
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
     main(**vars(parser.parse_args()))

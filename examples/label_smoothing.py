@@ -1,8 +1,9 @@
-"""Algorithm 1 with one number: how much to smooth the labels, learned in the run, on steps that alternate.
+"""Algorithm 1 with one number: how much to smooth the labels, learned in the run.
 
-Every second step uses the plain loss (the paper's first remedy); its gradient tells how the smoothing of the step before
-should change. Looking one step ahead, less smoothing is faster, so it falls from its start in both runs; with a third of
-the labels wrong it settles at a multiple of what it is with clean ones.
+Every second step uses the plain loss (the paper's first remedy); its gradient tells how the
+smoothing of the step before should change. Looking one step ahead, less smoothing is faster, so it
+falls from its start in both runs; with a third of the labels wrong it settles at a multiple of what
+it is with clean ones.
 
     python examples/label_smoothing.py [--steps 600] [--seed 0]
 """
@@ -54,7 +55,11 @@ def learned_smoothing(share_wrong: float, steps: int, seed: int) -> float:
 
         def loss_function(meta: nn.Module | None, index: Tensor = index) -> Tensor:
             logits = model(images[index])
-            loss: Tensor = F.cross_entropy(logits, labels[index]) if meta is None else meta(logits, labels[index])
+            loss: Tensor = (
+                F.cross_entropy(logits, labels[index])
+                if meta is None
+                else meta(logits, labels[index])
+            )
             return loss
 
         learner.step(loss_function)
@@ -65,12 +70,17 @@ def learned_smoothing(share_wrong: float, steps: int, seed: int) -> float:
 
 def main(steps: int = 600, seed: int = 0) -> tuple[float, float]:
     clean, noisy = (learned_smoothing(share_wrong, steps, seed) for share_wrong in (0.0, 0.33))
-    print(f"learned smoothing: {clean:.3f} with clean labels, {noisy:.3f} with a third of them wrong (start: 0.119)")
+    print(
+        f"learned smoothing: {clean:.3f} with clean labels, "
+        f"{noisy:.3f} with a third of them wrong (start: 0.119)"
+    )
     return clean, noisy
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--seed", type=int, default=0)
     main(**vars(parser.parse_args()))

@@ -1,4 +1,4 @@
-"""Handwritten digits, and six operations to augment them with: the policy learns which to keep while the network trains.
+"""Digits, and six operations to augment them with: which to keep is learned in training.
 
 python examples/learn_augmentation.py [--steps 600] [--seed 0]
 """
@@ -24,7 +24,9 @@ def main(steps: int = 600, seed: int = 0) -> dict[str, float]:
     torch.manual_seed(seed)
     data = digits()
     augment.register_operation("blot", blot, magnitudes=(0.5, 1.0))
-    space = augment.make_space(["identity", "auto_contrast", "sharpness", "flip_ud", "invert", "blot"], base="ra")
+    space = augment.make_space(
+        ["identity", "auto_contrast", "sharpness", "flip_ud", "invert", "blot"], base="ra"
+    )
     policy = augment.AugmentPolicy(space, numbers=(1, 2))
     model = nn.Sequential(
         *(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()),
@@ -37,23 +39,35 @@ def main(steps: int = 600, seed: int = 0) -> dict[str, float]:
     print("step   " + "".join(f"{name:>15}" for name in space.operations))
     for step in range(1, steps + 1):
         rows = torch.randint(len(data.train_x), (250,))
-        images = augment.apply(data.train_x[rows], learner.sample(250))  # every second batch stays as it is
+        images = augment.apply(
+            data.train_x[rows], learner.sample(250)
+        )  # every second batch stays as it is
         loss = F.cross_entropy(model(images.float() / 127.5 - 1), data.train_y[rows])
         loss.backward()
         learner.step(loss)
         optimizer.step()
         optimizer.zero_grad()
         if step % 100 == 0:
-            print(f"{step:4d}   " + "".join(f"{p:15.2f}" for p in policy.probabilities()["keep"].tolist()))
+            print(
+                f"{step:4d}   "
+                + "".join(f"{p:15.2f}" for p in policy.probabilities()["keep"].tolist())
+            )
     learner.close()
 
-    accuracy = (model.eval()(data.test_x.float() / 127.5 - 1).argmax(dim=1) == data.test_y).float().mean().item()
+    accuracy = (
+        (model.eval()(data.test_x.float() / 127.5 - 1).argmax(dim=1) == data.test_y)
+        .float()
+        .mean()
+        .item()
+    )
     print(f"test accuracy {accuracy:.3f}")
     return dict(zip(space.operations, policy.probabilities()["keep"].tolist(), strict=True))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--seed", type=int, default=0)
     main(**vars(parser.parse_args()))

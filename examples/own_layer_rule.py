@@ -1,7 +1,8 @@
-"""A layer of one's own, aligned by a rule of one's own: exact with and without the rule, and cheaper with it.
+"""A layer of one's own, aligned by a rule of one's own: exact with and without, cheaper with it.
 
-The layer is a circular convolution, computed by Fourier transforms. It is linear in its kernel, so the rule is one line: run the layer with the
-direction in place of its kernel. Without a rule the engine has to run it again.
+The layer is a circular convolution, computed by Fourier transforms. It is linear in its kernel, so
+the rule is one line: run the layer with the direction in place of its kernel. Without a rule the
+engine has to run it again.
 
     python examples/own_layer_rule.py
 """
@@ -35,7 +36,7 @@ def losses(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def time_to_align(features: int = 1024) -> float:
-    """Milliseconds for a step of 256 examples, and the products of their gradients with a direction."""
+    """Milliseconds for a step of 256 examples, and for their rewards in some direction."""
     layer = CircularConvolution(features)
     times = []
     for _ in range(20):
@@ -58,7 +59,8 @@ def main() -> list[inloop.Check]:
     for report, ms in zip((without, with_rule), milliseconds, strict=True):
         kernel = report.rows[0]
         print(
-            f"{kernel.rule:32} exact: {kernel.exact}, error {kernel.relative_error:.0e}, {ms:.2f} ms for 256 examples"
+            f"{kernel.rule:32} exact: {kernel.exact}, error {kernel.relative_error:.0e}, "
+            f"{ms:.2f} ms for 256 examples"
         )
     return [without, with_rule]
 

@@ -1,7 +1,8 @@
-"""A policy of one's own: sources in an order, and one number that says how much more the later ones are worth.
+"""A policy of one's own: sources in an order, and one number for how much more later ones count.
 
-Ten years of handwritten digits; the older a year, the more of its labels are wrong. A mixture has a score for each year. This policy has a
-single slope, p(year) ∝ exp(slope · year), so it learns from all years at once, and sooner.
+Ten years of handwritten digits; the older a year, the more of its labels are wrong. A mixture has a
+score for each year. This policy has a single slope, p(year) ∝ exp(slope · year), so it learns from
+all years at once, and sooner.
 
     python examples/own_policy.py [--steps 200] [--seed 0]
 """
@@ -34,8 +35,12 @@ class Trend(Discrete):
 def make_years() -> list[tuple[Tensor, Tensor]]:
     images, labels = load_digits()
     years = []
-    for year, (x, y) in enumerate(zip(images.chunk(NUM_YEARS), labels.chunk(NUM_YEARS), strict=True)):
-        wrong = torch.rand(len(y)) < 1 - year / (NUM_YEARS - 1)  # all in the first year, none in the last
+    for year, (x, y) in enumerate(
+        zip(images.chunk(NUM_YEARS), labels.chunk(NUM_YEARS), strict=True)
+    ):
+        wrong = torch.rand(len(y)) < 1 - year / (
+            NUM_YEARS - 1
+        )  # all in the first year, none in the last
         years.append((x, torch.where(wrong, torch.randint(10, y.shape), y)))
     return years
 
@@ -53,12 +58,17 @@ def main(steps: int = 200, seed: int = 0) -> Tensor:
         optimizer.step()
         optimizer.zero_grad()
     learner.close()
-    print("share of each year:", " ".join(f"{share:.2f}" for share in policy.probabilities().tolist()))
+    print(
+        "share of each year:",
+        " ".join(f"{share:.2f}" for share in policy.probabilities().tolist()),
+    )
     return policy.probabilities()
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     main(**vars(parser.parse_args()))

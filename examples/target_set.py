@@ -1,6 +1,7 @@
-"""What the model is for decides which sources it learns from: digits that are turned by ninety degrees, of which few are at hand.
+"""What the model is for decides which sources it learns from: turned digits, of which few are there.
 
-Three sources: upright digits, turned digits, and some with random labels. The learner is judged by 150 turned digits, not by the next batch.
+Three sources: upright digits, digits turned by ninety degrees, and some with random labels. The
+learner is judged by 150 turned digits, not by the next batch.
 
     python examples/target_set.py [--steps 400] [--seed 0]
 """
@@ -36,7 +37,9 @@ def main(steps: int = 400, seed: int = 0) -> Tensor:
         return F.cross_entropy(model(target_x[rows]), target_y[rows])
 
     mixture = inloop.Mixture(sources)
-    policy = inloop.MixturePolicy(num_sources=3, form="softmax", floor=0.02)  # one source may deserve nearly everything
+    policy = inloop.MixturePolicy(
+        num_sources=3, form="softmax", floor=0.02
+    )  # one source may deserve nearly everything
     learner = inloop.InLoop(model, policy, reference=target_loss)
     for _, (x, y) in mixture.loader(learner, batch_size=128, num_batches=steps):
         loss = F.cross_entropy(model(x), y)
@@ -54,7 +57,9 @@ def main(steps: int = 400, seed: int = 0) -> Tensor:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
     main(**vars(parser.parse_args()))

@@ -1,4 +1,4 @@
-"""Accelerate: the plain loop, with accelerator.backward; learner and loader are registered for its checkpoints.
+"""Accelerate: the plain loop; learner and loader are registered for its checkpoints.
 
 python examples/with_accelerate.py [--steps 200]          (pip install accelerate)
 """
@@ -40,14 +40,21 @@ def main(steps: int = 200, folder: str | None = None, resume: bool = False) -> T
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-        if folder is not None and accelerator.sync_gradients and learner.num_steps == steps // 2 and not resume:
+        if (
+            folder is not None
+            and accelerator.sync_gradients
+            and learner.num_steps == steps // 2
+            and not resume
+        ):
             accelerator.save_state(folder)
     print(f"shares of the sources: {policy.probabilities()}; source {BAD} has random labels")
     return policy.probabilities()
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=200)
     with tempfile.TemporaryDirectory() as temporary:
         main(parser.parse_args().steps, temporary)

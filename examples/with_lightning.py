@@ -1,4 +1,4 @@
-"""Lightning trains, inloop learns which sources to draw from: five of digits, the second with random labels.
+"""Lightning trains, inloop learns the mixture: five sources, the second with random labels.
 
 python examples/with_lightning.py [--steps 200]          (pip install lightning)
 """
@@ -57,6 +57,8 @@ def main(steps: int = 200) -> Tensor:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=200)
     main(**vars(parser.parse_args()))

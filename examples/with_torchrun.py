@@ -1,6 +1,6 @@
-"""Several processes train one model on their parts of every batch, save as they go, and continue after one of them has died.
+"""Several processes train one model, save as they go, and continue after one of them has died.
 
-torchrun --nproc-per-node=2 --max-restarts=3 examples/with_torchrun.py --out runs/torchrun [--shard] [--steps 200]
+torchrun --nproc-per-node=2 --max-restarts=3 examples/with_torchrun.py --out runs/t [--shard]
 """
 
 import argparse
@@ -41,11 +41,13 @@ def make_model(shard: bool) -> nn.Module:
 
 
 def join_others() -> None:
-    """As init_process_group("gloo"), but a new attempt does not look for the processes of the one before, which are gone."""
+    """As init_process_group("gloo"); but a new attempt does not look for processes that are gone."""
     store, rank, world_size = next(rendezvous("env://"))
     attempt = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     timeout = timedelta(seconds=60)
-    dist.init_process_group("gloo", store=attempt, rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(
+        "gloo", store=attempt, rank=rank, world_size=world_size, timeout=timeout
+    )
 
 
 def main(out: str, steps: int = 200, shard: bool = False, die_at: int | None = None) -> None:
@@ -65,7 +67,9 @@ def main(out: str, steps: int = 200, shard: bool = False, die_at: int | None = N
         learner.load_state_dict(state["learner"])
         loader.load_state_dict(state["loader"])
         if first:
-            print(f"continuing from step {step} with {dist.get_world_size()} processes", flush=True)
+            print(
+                f"continuing from step {step} with {dist.get_world_size()} processes", flush=True
+            )
 
     for _, (x, y) in loader:
         loss = F.cross_entropy(model(x), y)
@@ -85,17 +89,26 @@ def main(out: str, steps: int = 200, shard: bool = False, die_at: int | None = N
         if learner.num_steps == die_at and dist.get_rank() == dist.get_world_size() - 1:
             os._exit(1)  # to see what happens
     if first:
-        print(f"shares of the sources: {policy.probabilities()}; source {BAD} has random labels", flush=True)
+        print(
+            f"shares of the sources: {policy.probabilities()}; source {BAD} has random labels",
+            flush=True,
+        )
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", required=True)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--shard", action="store_true", help="fully_shard in place of DistributedDataParallel")
     parser.add_argument(
-        "--die-at", type=int, help="let the last process end without a word at this step, once begun anew never again"
+        "--shard", action="store_true", help="fully_shard in place of DistributedDataParallel"
+    )
+    parser.add_argument(
+        "--die-at",
+        type=int,
+        help="let the last process end without a word at this step, once begun anew never again",
     )
     options = parser.parse_args()
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:

@@ -1,6 +1,6 @@
-"""Hugging Face's Trainer on three datasets.Dataset sources, the first with random labels; inloop learns to leave it.
+"""Hugging Face's Trainer on three datasets, the first with random labels, which is left.
 
-python examples/with_transformers.py [--steps 250]          (pip install transformers accelerate datasets)
+python examples/with_transformers.py [--steps 250]     (pip install transformers accelerate datasets)
 """
 
 import argparse
@@ -20,7 +20,11 @@ def make_source(seed: int, good: bool) -> Dataset:
     """Sequences of 12 tokens; the label says whether the first token is larger than the last."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(2, 40, (2000, 12), generator=generator)
-    labels = (ids[:, 0] > ids[:, -1]).long() if good else torch.randint(2, (2000,), generator=generator)
+    labels = (
+        (ids[:, 0] > ids[:, -1]).long()
+        if good
+        else torch.randint(2, (2000,), generator=generator)
+    )
     return Dataset.from_dict({"input_ids": ids.tolist(), "labels": labels.tolist()})
 
 
@@ -56,7 +60,11 @@ def main(steps: int = 250, seed: int = 0) -> torch.Tensor:
         policy = inloop.MixturePolicy(3)
         options = {"accumulate": 5}
         trainer = MixtureTrainer(
-            model=make_model(), args=arguments, mixture=mixture, policy=policy, learner_options=options
+            model=make_model(),
+            args=arguments,
+            mixture=mixture,
+            policy=policy,
+            learner_options=options,
         )
         trainer.train()
     print(f"shares of the sources: {policy.probabilities()}; source {BAD} has random labels")
@@ -64,6 +72,8 @@ def main(steps: int = 250, seed: int = 0) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=250)
     main(**vars(parser.parse_args()))
