@@ -62,7 +62,7 @@ def different() -> str:
         lines = [
             f"**{what[0].upper()}{what[1:]}** ({seeds} seeds).",
             "",
-            f"| | share of the odd | largest share | {quality} on the others | on the worst of them | on the odd | odd called bad, of {len(ODD[kind])} | others, of {len(runs[0]['shares']) - len(ODD[kind])} |",
+            f"| | share of the odd | largest share | {quality} on the others | on the worst of them | on the odd | odd called bad{f', of {len(ODD[kind])}' if ODD[kind] else ''} | others, of {len(runs[0]['shares']) - len(ODD[kind])} |",
             "|---|---|---|---|---|---|---|---|",
         ]
         arms = dict.fromkeys(run["arm"] for run in runs)
