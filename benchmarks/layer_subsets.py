@@ -15,11 +15,11 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from benchmarks.kept import kept_bytes
 from torch import Tensor, nn
 
 import inloop
 from inloop.alignment import Tape, gradients_of
-from inloop.alignment.call import leaves_of
 from inloop.lab.data.images import to_input
 from inloop.lab.data.named import load_data
 from inloop.lab.networks.transformers import gpt, vit_tiny
@@ -80,16 +80,9 @@ def subsets(model: nn.Module, head: str) -> dict[str, list[str]]:
     return {name: members for name, members in sets.items() if members}
 
 
-def kept_bytes(tape: Tape, members: set[str]) -> int:
-    """What a tape of these layers alone would keep, each tensor once."""
-    calls = [call for call in tape.calls if set(call.parameter_names.values()) & members]
-    leaves = [leaf for call in calls for leaf in leaves_of(vars_of(call)) if isinstance(leaf, Tensor)]
-    return sum({leaf.untyped_storage().data_ptr(): leaf.untyped_storage().nbytes() for leaf in leaves}.values())
-
-
-def vars_of(call: object) -> list[object]:
-    """The tensors that a call holds, in whichever form it is kept."""
-    return [getattr(call, name, None) for name in ("args", "kwargs", "dout", "gradients")]
+def kept_by(tape: Tape, members: list[str]) -> int:
+    """What a tape of these layers alone would keep, in bytes."""
+    return kept_bytes(call for call in tape.calls if set(call.parameter_names.values()) & set(members))
 
 
 def measure(
@@ -115,8 +108,8 @@ def measure(
                 bad_N, good_N = rewards_N[before[1]], rewards_N[~before[1]]
                 found[name].append((correlation, float((bad_N.mean() - good_N.mean()) / rewards_N.std())))
         if not shares:
-            whole = kept_bytes(tape, set(sets["all"]))
-            shares = {name: kept_bytes(tape, set(members)) / whole for name, members in sets.items()}
+            whole = kept_by(tape, sets["all"])
+            shares = {name: kept_by(tape, members) / whole for name, members in sets.items()}
         before = tape, spoiled
         optimizer.step()
         optimizer.zero_grad()

@@ -10,10 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from benchmarks.kept import kept_bytes
 
 import inloop
-from inloop.alignment.call import leaves_of
 from inloop.lab.page_block import with_block
 
 ROOT = Path(__file__).parents[1]
@@ -77,12 +76,7 @@ def measured_per_token(shape: Shape, tokens: int = 32) -> float:
     ids = torch.randint(shape.vocabulary, (4, tokens))
     with inloop.capture(model) as tape:
         model(ids, labels=ids).loss.backward()
-    kept: dict[int, Tensor] = {}
-    for call in tape.calls:
-        for leaf in leaves_of((call.args, call.kwargs, call.dout)):
-            if isinstance(leaf, Tensor) and leaf.is_floating_point():
-                kept[leaf.untyped_storage().data_ptr()] = leaf
-    return sum(leaf.untyped_storage().nbytes() / 2 for leaf in kept.values()) / (4 * tokens)
+    return kept_bytes(tape.calls) / 2 / (4 * tokens)
 
 
 def plan(shape: Shape, accelerators: int) -> dict[str, float | str | int]:

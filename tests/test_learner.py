@@ -234,6 +234,7 @@ def test_actions_are_known_by_their_values():
 def test_several_callbacks_get_every_report():
     first, second = [], []
     Run(callback=[first.append, second.append]).train(3)
+    Run(callback=None).train(3)
     assert len(first) == 3
     assert first == second
 

@@ -116,14 +116,15 @@ class InLoop:
         part: float = 1.0,
         verify: bool | Literal["first"] = "first",
         generator: torch.Generator | None = None,
-        callback: Callable[[StepReport], None] | Sequence[Callable[[StepReport], None]] = (),
+        callback: Callable[[StepReport], None] | Sequence[Callable[[StepReport], None]] | None = None,
     ) -> None:
         if not isinstance(model, nn.Module) or not isinstance(policy, Policy):
             got = f"InLoop({type(model).__name__}, {type(policy).__name__})"
             raise UsageError(
                 f"{got}: the first argument is the model, an nn.Module, the second the policy, an inloop.Policy."
             )
-        if any(not callable(one) for one in (callback if isinstance(callback, Sequence) else [callback])):
+        self.callbacks = callback if isinstance(callback, Sequence) else [] if callback is None else [callback]
+        if not all(map(callable, self.callbacks)):
             raise UsageError(f"callback={callback!r}: allowed are a function of a StepReport, and a list of them.")
         if start_after < 0:
             raise UsageError(f"start_after={start_after}: allowed are whole numbers from 0.")
@@ -137,7 +138,6 @@ class InLoop:
         self.start_after = start_after
         self.dry_run = dry_run
         self.part = part
-        self.callbacks = (callback,) if callable(callback) else tuple(callback)
         self.updater = make_updater(policy, policy_optimizer, accumulate, normalisation or self.reward.normalisation)
         self.num_steps = 0
         self.num_dropped = 0

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import inloop
+from inloop.alignment import rules
 from inloop.alignment.half import Half, Halves
 from inloop.errors import BatchSizeError, UnsupportedLayerError, UsageError
 from tests.alignment.exactness import assert_exact, per_example_losses, relative_error, rewards_and_oracle
@@ -136,6 +137,31 @@ def test_examples_are_recomputed_in_parts_where_that_is_the_same(positions, drop
     if positions == 10:
         sizes = [size for size in sizes if size != 1]  # the attempt with one example
     assert sizes == expected
+
+
+class Gate(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Parameter(torch.randn(5))
+
+    def forward(self, x):
+        return x * torch.sigmoid(self.gate)
+
+
+def test_a_rule_that_reads_the_parameters_is_kept_in_half_too(monkeypatch):
+    monkeypatch.setattr(rules, "_RULES", dict(rules._RULES))
+
+    @inloop.alignment_rule(Gate, parameters=("gate",), keeps_parameters=True)
+    def align(call, direction):
+        share = torch.sigmoid(call.layer.gate)
+        return call.dot(call.args[0] * share * (1 - share) * direction["gate"])
+
+    model, x = Gate(), torch.randn(6, 5)
+    with inloop.capture(model, retain="half") as tape:
+        model(x).square().mean().backward()
+    (call,) = tape.calls
+    assert isinstance(call.dout, Half)
+    assert isinstance(call.args[0], Half)
 
 
 def test_one_copy_of_the_parameters_at_a_time():

@@ -151,6 +151,19 @@ def test_results_that_are_none(tmp_path, capsys):
     assert "no results of `inloop bench --json`" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--batch", "0"], "--batch 0: allowed are whole numbers from 2"),
+        (["--repeats", "0"], "--repeats 0: allowed are whole numbers from 1"),
+        (["--models", "vgg"], "'vgg': allowed are wrn-16-4"),
+    ],
+)
+def test_bad_options_are_named(options, message, capsys):
+    assert main(["bench", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_other_sizes_of_the_families():
     assert make_task("gpt-2@64", 2).x.shape == (2, 64)
     assert len(make_task("wrn-10-1").x) == 32

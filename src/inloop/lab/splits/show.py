@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from inloop.lab.runs.summary import mean_and_interval, show_interval
-from inloop.lab.splits.noise import NOISY_SPLIT
+from inloop.lab.splits.noise import noisy_split
 from inloop.lab.splits.settings import SplitSettings
 
 
@@ -46,8 +46,8 @@ def print_splits(results: Sequence[dict[str, Any]], settings: SplitSettings, out
     ]
     table.add_row(settings.network, settings.reward, *values)
     console.print(table)
-    if settings.noise != "none":
-        last = [result["epochs"][-1]["probabilities"][NOISY_SPLIT] for result in results]
+    if (noisy := noisy_split(settings.noise)) is not None:
+        last = [result["epochs"][-1]["probabilities"][noisy] for result in results]
         console.print(
             f"share of the noisy split in the last epoch: {show_interval(*mean_and_interval(last))} (used equally: {1 / settings.sources:.3f})"
         )
