@@ -114,3 +114,6 @@ if __name__ == "__main__":
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
         options.die_at = None
     main(**vars(options))
+    # All is saved and printed. Without the interpreter's own end: gloo's threads may still want to
+    # free a tensor then, and abort a process that has done its work (pytorch/pytorch#190489).
+    os._exit(0)
