@@ -139,6 +139,28 @@ def test_a_held_out_reference_is_evaluated_after_the_step():
     assert rewards_of(run)[1] == pytest.approx(float(rewards_N.mean()), rel=1e-4)
 
 
+@pytest.mark.parametrize("optimizer_first", [False, True])
+def test_an_optimizer_that_steps_before_the_learner_is_told_that_a_held_out_loss_comes_too_late(
+    optimizer_first, caplog
+):
+    step_checks.warn_once.cache_clear()
+    held_out_x, held_out_y = make_sources(seed=1)[0]
+    net = make_net()
+    run = Run(net=net, reference=lambda: F.cross_entropy(net(held_out_x), held_out_y))
+    for _ in range(3):
+        x, y = run.mixture.draw(run.learner.sample(16))
+        loss = F.cross_entropy(net(x), y)
+        loss.backward()
+        if optimizer_first:
+            run.optimizer.step()
+        run.learner.step(loss)
+        if not optimizer_first:
+            run.optimizer.step()
+        run.optimizer.zero_grad()
+    assert ("before optimizer.step()" in caplog.text) == optimizer_first
+    step_checks.warn_once.cache_clear()
+
+
 def test_next_step_loss_is_minus_the_next_loss():
     run = Run(reward="nslr", accumulate=2)
     losses = []
@@ -950,10 +972,10 @@ def test_mixture_and_learner_draw_independently_without_arguments():
 
 
 def test_batchnorm_is_warned_of_once(caplog):
-    step_checks._warn_once.cache_clear()
+    step_checks.warn_once.cache_clear()
     for _ in range(2):
         InLoop(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), MixturePolicy(2)).close()
     assert len([line for line in caplog.messages if "mixes the examples" in line]) == 1
-    step_checks._warn_once.cache_clear()
+    step_checks.warn_once.cache_clear()
     InLoop(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval(), MixturePolicy(2)).close()
     assert len([line for line in caplog.messages if "mixes the examples" in line]) == 1

@@ -290,6 +290,7 @@ class InLoop:
         if self.part < 1 and self.reward.needs_tape and not draw.plain and self._recording.may_record_less():
             draw = self._sampler.choose_paid(draw, self.part)
         self._sampler.waiting.append(draw)
+        self._pending.batch_begins()
         if draw.plain:
             self._recording.recorder.stop()  # never paid, so nothing to record
         self._recording.expect(len(self._sampler.waiting) - 1, draw.paid_here)

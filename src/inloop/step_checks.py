@@ -51,7 +51,7 @@ def scale_of(scaler: torch.amp.GradScaler | None) -> float:
 def warn_of_coupled_examples(model: nn.Module) -> None:
     """BatchNorm in training mode gives rewards another meaning, which is worth saying once."""
     if any(isinstance(module, _BatchNorm) and module.training for module in model.modules()):
-        _warn_once(
+        warn_once(
             "the model has BatchNorm in training mode, which mixes the examples of a batch: a reward is an example's part of the batch's "
             "gradient, close to the gradient of its own loss, not equal to it. Usually nothing needs to be done; GroupNorm or LayerNorm avoid it, and "
             "docs/when-not-to-use-it.md has how much it is (said once)"
@@ -59,7 +59,7 @@ def warn_of_coupled_examples(model: nn.Module) -> None:
 
 
 @cache
-def _warn_once(text: str) -> None:
+def warn_once(text: str) -> None:
     log.warning(text)
 
 
