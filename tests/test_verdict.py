@@ -153,3 +153,22 @@ def test_the_learner_warns_once_when_its_policy_collapses(caplog):
     assert run.reports[-1].collapsing
     assert caplog.text.count("the policy is collapsing") == 1
     assert f"the largest has a share of {max(run.reports[-1].shares):.2f}" in caplog.text
+
+
+def test_printed_it_is_a_table_with_the_names_of_the_sources():
+    statistics = statistics_of([-0.3, 0.0, 0.3], names=["scraped", "web", "books"])
+    head, *rows = str(statistics).splitlines()
+    assert head.split() == ["source", "examples", "advantage", "95%", "interval"]
+    assert [row.split()[0] for row in rows] == ["scraped", "web", "books"]
+    assert [row.endswith("bad") for row in rows] == [True, False, False]
+    assert f"{statistics.verdicts()[0].advantage:+.2f}" in rows[0]
+    assert str(RewardStatistics(2, level=0.9)).splitlines() == [
+        "source  examples  advantage  90% interval",
+        "0              0             too few steps  undecided",
+        "1              0             too few steps  undecided",
+    ]
+
+
+def test_there_are_as_many_names_as_sources():
+    with pytest.raises(UsageError, match=r"was given 1 names: \['web'\]"):
+        RewardStatistics(2, names=["web"])

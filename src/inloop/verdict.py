@@ -15,6 +15,7 @@ sources that by chance agree less with it are called bad, too. Compare advantage
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
@@ -55,15 +56,27 @@ class SourceVerdict:
 class RewardStatistics:
     """Collects the rewards of each source from a learner's reports; use it as the learner's callback, or call ``add`` in yours.
 
+    Printed, it is a table of its verdicts.
+
     Args:
         num_sources: How many there are.
         level: Probability that no source is called bad by chance, if all are equal.
         least_effect: The smallest advantage, in standard deviations of a step's rewards, that counts.
+        names: Of the sources, for the table, as ``mixture.names``; by default their numbers.
     """
 
-    def __init__(self, num_sources: int, level: float = 0.95, least_effect: float = LEAST_EFFECT) -> None:
+    def __init__(
+        self,
+        num_sources: int,
+        level: float = 0.95,
+        least_effect: float = LEAST_EFFECT,
+        names: Sequence[str] | None = None,
+    ) -> None:
         if not 0 < level < 1:
             raise UsageError(f"level={level}: allowed are numbers between 0 and 1.")
+        self.names = [str(number) for number in range(num_sources)] if names is None else list(names)
+        if len(self.names) != num_sources:
+            raise UsageError(f"RewardStatistics({num_sources}) was given {len(self.names)} names: {self.names}.")
         self.level = level
         self.least_effect = least_effect
         self.num_steps = 0
@@ -116,6 +129,19 @@ class RewardStatistics:
     def bad_sources(self) -> list[int]:
         """Those that are called bad."""
         return [verdict.source for verdict in self.verdicts() if verdict.bad]
+
+    def __str__(self) -> str:
+        rows = [("source", "examples", "advantage", f"{self.level:.0%} interval", "")]
+        for name, v in zip(self.names, self.verdicts(), strict=True):
+            interval = "too few steps" if math.isnan(v.low) else f"{v.low:+.2f} to {v.high:+.2f}"
+            verdict = "bad" if v.bad else "undecided" if v.undecided else ""
+            rows.append(
+                (name, f"{v.examples:,}", "" if math.isnan(v.advantage) else f"{v.advantage:+.2f}", interval, verdict)
+            )
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        aligned = zip("<>><<", widths, strict=True)
+        form = "  ".join(f"{{:{side}{width}}}" for side, width in aligned)
+        return "\n".join(form.format(*row).rstrip() for row in rows)
 
     def state_dict(self) -> dict[str, Any]:
         """What was collected so far."""

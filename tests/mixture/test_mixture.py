@@ -48,6 +48,16 @@ def test_actions_of_a_product_name_their_source():
     assert x.tolist() == [1.0, 0.0]
 
 
+def test_sources_may_have_names():
+    mixture = Mixture({"web": (torch.zeros(2),), "books": (torch.ones(2),)})
+    (x,) = mixture.draw(torch.tensor([1, 0]))
+    assert x.tolist() == [1.0, 0.0]
+    assert mixture.names == ["web", "books"]
+    assert Mixture([(torch.zeros(2),), (torch.ones(2),)]).names == ["0", "1"]
+    with pytest.raises(UsageError, match="Source books is empty"):
+        Mixture({"web": (torch.zeros(2),), "books": (torch.ones(0),)})
+
+
 class Named(Dataset):
     def __len__(self):
         return 2
@@ -82,8 +92,6 @@ def test_bad_sources_and_actions_are_named():
         Mixture([(torch.zeros(4, 2),), (torch.zeros(4, 3),)]).draw(torch.tensor([0, 1]))
     with pytest.raises(UsageError, match="got a zip"):
         Mixture(zip([torch.zeros(2)], [torch.zeros(2)], strict=True))
-    with pytest.raises(UsageError, match="got a dict"):
-        Mixture({"a": (torch.zeros(2),), "b": (torch.zeros(2),)})
     with pytest.raises(UsageError, match=r"different lengths: \[2, 3\]"):
         Mixture([(torch.zeros(2), torch.zeros(3)), (torch.zeros(2), torch.zeros(2))])
     with pytest.raises(UsageError, match=r"dict with the entry 'source'; got \['operation'\]"):

@@ -1,6 +1,6 @@
 """A mixture of data sources that a policy draws from. Axes: N examples of a batch, K sources."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -25,11 +25,14 @@ class Mixture:
     has drawn another has not, and the examples of all are those that a single process would draw.
 
     Args:
-        sources: For each source a map-style dataset, a tuple of tensors with examples on their first axis, or an iterable.
+        sources: A list, or a dict with their names, of map-style datasets, tuples of tensors with examples on their first axis, or iterables.
         selection: How examples are picked within a source: "replacement" (each draw uniform, the paper) or "passes" (every
             example once, in an order that is shuffled anew for each pass). Iterables are read in their own order.
         generator: The source of all draws; by default one that follows torch's seed.
         collate: Makes a batch of a list of examples, as in a DataLoader.
+
+    Attributes:
+        names: Of the sources, in the order of their numbers, which are the actions; without names the numbers themselves.
 
     Example:
         >>> easy = (torch.zeros(4, 2), torch.zeros(4, dtype=torch.long))
@@ -41,19 +44,23 @@ class Mixture:
 
     def __init__(
         self,
-        sources: Sequence[Any],
+        sources: Sequence[Any] | Mapping[str, Any],
         selection: Literal["replacement", "passes"] = "replacement",
         generator: torch.Generator | None = None,
         collate: Callable[[list[Any]], Any] = default_collate,
     ) -> None:
-        if not isinstance(sources, Sequence) or isinstance(sources, str) or len(sources) < 2:
-            got = f"{len(sources)}" if isinstance(sources, (list, tuple)) else f"a {type(sources).__name__}"
-            raise UsageError(f"A mixture needs a list of at least 2 sources; got {got}.")
+        if not isinstance(sources, (Sequence, Mapping)) or isinstance(sources, str) or len(sources) < 2:
+            got = f"{len(sources)}" if isinstance(sources, (list, tuple, dict)) else f"a {type(sources).__name__}"
+            raise UsageError(f"A mixture needs a list, or a dict with names, of at least 2 sources; got {got}.")
+        named = dict(sources.items() if isinstance(sources, Mapping) else enumerate(sources))
+        self.names = [str(name) for name in named]
         if selection not in ("replacement", "passes"):
             raise UsageError(f"selection={selection!r}: allowed are 'replacement' and 'passes'.")
         self.generator = generator or default_generator("drawing from sources")
         passes = self.generator if selection == "passes" else None
-        self.sources = [as_source(number, source, passes) for number, source in enumerate(sources)]
+        self.sources = [
+            as_source(name, source, passes) for name, source in zip(self.names, named.values(), strict=True)
+        ]
         self.collate = collate
         self.drawn_K = torch.zeros(len(self.sources), dtype=torch.long)
         self._num_processes = 1  # that draw together

@@ -143,34 +143,34 @@ class StreamSource(Source):
             self._read += 1
 
 
-def as_source(number: int, source: object, passes: torch.Generator | None) -> Source:
+def as_source(name: str, source: object, passes: torch.Generator | None) -> Source:
     """Wrap what a user gives: a map-style dataset, a tuple of tensors, or an iterable; ``passes`` seeds shuffled passes."""
     if isinstance(source, list) and source and all(isinstance(part, Tensor) for part in source):
         raise UsageError(
-            f"Source {number} is a list of tensors, which may mean columns or examples. Fix: for columns give a tuple, (x, y)."
+            f"Source {name} is a list of tensors, which may mean columns or examples. Fix: for columns give a tuple, (x, y)."
         )
     if isinstance(source, tuple) and source and all(isinstance(part, Tensor) for part in source):
         lengths = [len(part) for part in source]
         if len(set(lengths)) != 1:
-            raise UsageError(f"The tensors of source {number} are of different lengths: {lengths}.")
+            raise UsageError(f"The tensors of source {name} are of different lengths: {lengths}.")
         source = TensorDataset(*source)
     if isinstance(source, DataLoader):
-        raise UsageError(f"Source {number} is a DataLoader, which gives batches. Fix: give its dataset.")
+        raise UsageError(f"Source {name} is a DataLoader, which gives batches. Fix: give its dataset.")
     if isinstance(source, (Tensor, str)):
-        raise UsageError(f"Source {number} is a {type(source).__name__}. {_ALLOWED}")
+        raise UsageError(f"Source {name} is a {type(source).__name__}. {_ALLOWED}")
     if isinstance(source, IterableDataset) or not hasattr(source, "__getitem__"):
         if not isinstance(source, Iterable):
-            raise UsageError(f"Source {number} is a {type(source).__name__}. {_ALLOWED}")
+            raise UsageError(f"Source {name} is a {type(source).__name__}. {_ALLOWED}")
         if iter(source) is source:
             raise UsageError(
-                f"Source {number} is a {type(source).__name__}, which can be read only once. Fix: give an object that can be iterated "
+                f"Source {name} is a {type(source).__name__}, which can be read only once. Fix: give an object that can be iterated "
                 "anew, such as an IterableDataset."
             )
-        return StreamSource(source, str(number))
+        return StreamSource(source, name)
     if not hasattr(source, "__len__"):
-        raise UsageError(f"Source {number}, a {type(source).__name__}, has no len(). {_ALLOWED}")
+        raise UsageError(f"Source {name}, a {type(source).__name__}, has no len(). {_ALLOWED}")
     if len(source) == 0:
-        raise UsageError(f"Source {number} is empty; every source needs at least one example.")
+        raise UsageError(f"Source {name} is empty; every source needs at least one example.")
     return IndexedSource(source, passes)
 
 
