@@ -1,6 +1,7 @@
 """Models that look ordinary and are not: exact, or an error that says what to do, also without ``verify``."""
 
 import random
+import threading
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from inloop import InloopError, capture
+from inloop.alignment.oracles import align_by_loss
 from tests.alignment.architectures import D, Model, N, T, UnseenProduct
 from tests.alignment.exactness import (
     assert_exact,
@@ -315,3 +317,67 @@ def test_complex_activations():
 
     model = Model(forward, first=linear(D, D), gain=torch.randn(T // 2 + 1, D), head=linear(D, 30))
     assert_exact(model, torch.randn(N, T, D))
+
+
+# ------------------------------------------------------------------ examples that are not on the first axis, in models that are hard to copy
+
+
+class PositionsFirst(nn.Module):
+    """As many positions as examples, so that shapes cannot tell them apart."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(self.first(x.transpose(0, 1)).relu().mean(dim=0))
+
+
+class AnswersOnce(PositionsFirst):
+    def forward(self, x):
+        if not self.training:
+            raise NotImplementedError("only for training")
+        return super().forward(x)
+
+
+def rewards_and_truth(model, inner):
+    torch.manual_seed(1)
+    x, y = torch.randn(6, 6, 4, dtype=torch.float64), torch.randint(3, (6,))
+    names = [name for name, _ in model.named_parameters()]
+    direction = {name: torch.randn_like(p) for name, p in zip(names, inner.parameters(), strict=True)}
+    with capture(model) as tape:
+        F.cross_entropy(model(x), y).backward()
+    inner_direction = dict(zip(dict(inner.named_parameters()), direction.values(), strict=True))
+    losses_N = F.cross_entropy(inner(x), y, reduction="none")
+    return tape.align(direction), align_by_loss(inner, losses_N, inner_direction)
+
+
+@pytest.mark.parametrize(
+    "attribute",
+    [
+        threading.Lock(),
+        iter(range(3)),
+        (number for number in range(3)),
+        {"last": torch.ones(2, dtype=torch.float64, requires_grad=True) * 2},
+    ],
+    ids=["a lock", "an iterator", "a generator", "what a pass left"],
+)
+def test_a_model_with_something_that_cannot_be_copied_is_tried_too(attribute):
+    model = PositionsFirst().double()
+    model.held = model.first.held = attribute
+    rewards_N, expected_N = rewards_and_truth(model, model)
+    torch.testing.assert_close(rewards_N, expected_N)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_a_compiled_model_is_tried_too():
+    torch._dynamo.reset()
+    inner = PositionsFirst().double()
+    rewards_N, expected_N = rewards_and_truth(torch.compile(inner, backend="eager"), inner)
+    torch.testing.assert_close(rewards_N, expected_N)
+
+
+def test_a_model_that_cannot_be_tried_is_told(caplog):
+    model = AnswersOnce().double()
+    rewards_and_truth(model, model)
+    assert "could not be found out (NotImplementedError: only for training)" in caplog.text

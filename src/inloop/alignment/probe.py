@@ -5,11 +5,12 @@ Most models keep examples on the first axis. Some put them second, or fold them 
 mode are done on copies of it, which share nothing with it (a sharded model has none, and is run itself): twice as given, and with the examples moved on by one. Parameters are
 disturbed a little, so that a layer that starts at zero has an output, too. Under the right layout what belongs to an example has moved
 to the next. An output that is the same each time, but does not move along under any layout, belongs to no examples, or to them in
-another order, and is refused. Where nothing can be found out (the model cannot be copied, or is random in evaluation mode),
-examples are taken to be on the first axis, and the other checks remain.
+another order, and is refused. Where nothing can be found out (the model cannot be run so, or is random in evaluation mode),
+examples are taken to be on the first axis, and the other checks remain; the former is said.
 """
 
 import copy
+import logging
 import random
 import weakref
 from collections.abc import Callable, Iterator
@@ -27,10 +28,12 @@ from inloop.alignment.call import tensors_in
 from inloop.alignment.layout import Layout, Layouts
 from inloop.alignment.plan import Plan
 from inloop.alignment.trace import Use, first_length
-from inloop.alignment.twin import remove_hooks
+from inloop.alignment.twin import MODULE_TABLES, remove_hooks
 from inloop.alignment.watch import Watch
 from inloop.distributed import gather_counts, is_sharded
 from inloop.errors import UnsupportedLayerError
+
+log = logging.getLogger("inloop")
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 # of each call: shape, rounding, sums over all axes but one, and whether it has a gradient
@@ -61,8 +64,6 @@ def layouts_of(model: nn.Module, plan: Plan, inputs: Inputs) -> Layouts:
 
 
 def _try(model: nn.Module, plan: Plan, inputs: Inputs, num_examples: int, sharded: bool = False) -> Layouts:
-    if hasattr(model, "_orig_mod"):  # compiled: a copy would be compiled, too
-        return {}
     try:
         with _nothing_outside_moves(model):
             # No process has a whole sharded model, so that is tried itself, by all of them together.
@@ -71,9 +72,13 @@ def _try(model: nn.Module, plan: Plan, inputs: Inputs, num_examples: int, sharde
             moved = [
                 outputs(sample, plan, _moved(_copied(inputs), num_examples, squares), 0) for squares in (True, False)
             ]
-    except (
-        Exception
-    ):  # whatever a user's model may raise when it is copied or called like this: nothing is known of it then
+    except Exception as error:  # whatever a user's model may raise when it is copied or called like this
+        log.warning(
+            "where the examples are in the outputs of the model's layers could not be found out (%s: %s); they are taken to be on the first axis. "
+            "If they are not everywhere, rewards are wrong: inloop.check compares them with brute force",
+            type(error).__name__,
+            str(error).split("\n")[0],
+        )
         return {}
     # A square tensor may be a mask over positions, which must stay as it is.
     found, lost = min((_find(before, again, after, num_examples) for after in moved), key=lambda result: len(result[1]))
@@ -151,9 +156,37 @@ def _nothing_outside_moves(model: nn.Module) -> Iterator[None]:
         np.random.set_state(numpy_state)  # noqa: NPY002
 
 
+class _Uncompiled(nn.Module):
+    """What ``torch.compile`` was given, with its parameters under the names that they have in the compiled model."""
+
+    def __init__(self, compiled: nn.Module) -> None:
+        super().__init__()
+        self._orig_mod = compiled._orig_mod
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._orig_mod(*args, **kwargs)
+
+
+def _copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A copy with buffers and attributes of its own, but for attributes that cannot be copied (locks, iterators, what an earlier pass left)."""
+    try:
+        return copy.deepcopy(model, dict(memo))
+    except Exception:  # of whatever a user's module may hold
+        own = [value for part in model.modules() for name, value in vars(part).items() if name not in MODULE_TABLES]
+        return copy.deepcopy(model, memo | {id(value): value for value in own if not _can_be_copied(value, memo)})
+
+
+def _can_be_copied(value: Any, memo: dict[int, Any]) -> bool:
+    try:
+        copy.deepcopy(value, dict(memo))
+    except Exception:
+        return False
+    return True
+
+
 def _disturbed(model: nn.Module) -> nn.Module:
     """A copy in evaluation mode, without hooks, with other parameters."""
-    sample = copy.deepcopy(model)
+    sample = _copy(_Uncompiled(model) if hasattr(model, "_orig_mod") else model, {})
     remove_hooks(sample)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -183,8 +216,7 @@ def _moved(inputs: Inputs, num_examples: int, squares: bool) -> Inputs:
 
 def _outputs(sample: nn.Module, plan: Plan, inputs: Inputs, seed: int) -> _Seen:
     """The outputs of every recorded module and operation of a copy of ``sample``."""
-    shared = {id(parameter): parameter for parameter in sample.parameters()}
-    model = copy.deepcopy(sample, memo=shared)  # buffers and attributes are its own
+    model = _copy(sample, {id(parameter): parameter for parameter in sample.parameters()})
     sites = tuple(replace(site, module=model.get_submodule(site.name)) for site in plan.sites)
     seen: _Seen = {}
     watch = Watch(

@@ -15,7 +15,7 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-_TABLES = frozenset(nn.Module().__dict__)
+MODULE_TABLES = frozenset(nn.Module().__dict__)
 _HOOK_TABLES = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
@@ -50,7 +50,7 @@ def make_twin(module: nn.Module, parameters: Mapping[str, Tensor], prefix: str =
     for name, value in module.__dict__.items():
         if isinstance(value, MethodType) and value.__self__ is module:
             state[name] = MethodType(value.__func__, twin)
-        elif type(value) in (dict, list, set) and name not in _TABLES:
+        elif type(value) in (dict, list, set) and name not in MODULE_TABLES:
             state[name] = value.copy()  # what its forward keeps there is not for the original
     for table in _HOOK_TABLES:
         state[table] = OrderedDict()
