@@ -120,8 +120,8 @@ def refuse_other_batch_sizes(tape: Tape, draws: Sequence[Draw]) -> None:
         raise BatchSizeError(
             f"The actions are for {chosen} example(s), the model saw {seen} (one number a micro-batch){often}. There must be one "
             "action for each example, in order. Fix: call learner.sample(n) once before each micro-batch, with its size; for "
-            "actions that were sampled ahead, say which are used: learner.step(loss, actions=...); after a batch that was given "
-            "up, call learner.skip()."
+            "batches that are chosen ahead, use learner.draw(n) and call learner.use(draw) right before each is trained on; after a batch that was "
+            "given up, call learner.skip()."
         )
 
 

@@ -1,5 +1,6 @@
 """Drawing from sources."""
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -58,6 +59,28 @@ def test_sources_may_have_names():
         Mixture({"web": (torch.zeros(2),), "books": (torch.ones(0),)})
 
 
+def test_tensors_are_not_copied():
+    x = torch.zeros(4, 2)
+    mixture = Mixture([(x,), (torch.ones(3, 2),)])
+    x += 5
+    (batch,) = mixture.draw(torch.tensor([1, 0, 1]))
+    assert batch[:, 0].tolist() == [1.0, 5.0, 1.0]
+
+
+def test_a_policy_that_leaves_sources_out_is_told_of(caplog):
+    mixture = Mixture({"web": (torch.zeros(4),), "books": (torch.ones(4),), "code": (torch.ones(4),)})
+    for _ in range(5):
+        mixture.draw(torch.tensor([0, 2] * 40))
+    assert caplog.text.count("none came from source books; there are 3 sources") == 1
+
+
+def test_entries_that_only_some_examples_have_are_not_left_out():
+    mixture = Mixture([[{"x": 1.0}] * 3, [{"x": 1.0, "weight": 2.0}] * 3])
+    for actions in ([0, 1], [1, 0]):
+        with pytest.raises(UsageError, match="different entries"):
+            mixture.draw(torch.tensor(actions))
+
+
 class Named(Dataset):
     def __len__(self):
         return 2
@@ -90,6 +113,10 @@ def test_bad_sources_and_actions_are_named():
         Mixture(TensorDataset(torch.zeros(4)) + TensorDataset(torch.zeros(4)))
     with pytest.raises(UsageError, match=r"different forms .*: \(a tensor \[2\]\) and \(a tensor \[3\]\)"):
         Mixture([(torch.zeros(4, 2),), (torch.zeros(4, 3),)]).draw(torch.tensor([0, 1]))
+    with pytest.raises(UsageError, match=r"Source 1 is a tuple with NumPy arrays. Fix: give tensors"):
+        Mixture([(torch.zeros(2),), (np.zeros((4, 2)), np.zeros(4))])
+    with pytest.raises(UsageError, match="Source 0 is a dict. Allowed are"):
+        Mixture([{"x": torch.zeros(2)}] * 2)
     with pytest.raises(UsageError, match="got a zip"):
         Mixture(zip([torch.zeros(2)], [torch.zeros(2)], strict=True))
     with pytest.raises(UsageError, match=r"different lengths: \[2, 3\]"):

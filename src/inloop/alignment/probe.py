@@ -161,7 +161,7 @@ class _Uncompiled(nn.Module):
 
     def __init__(self, compiled: nn.Module) -> None:
         super().__init__()
-        self._orig_mod = compiled._orig_mod
+        self._orig_mod = compiled.get_submodule("_orig_mod")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._orig_mod(*args, **kwargs)

@@ -128,7 +128,10 @@ class Driver:
 
     def _attached(self) -> tuple[InLoop, MixtureLoader]:
         if not self._is_attached or self.learner is None or self._loader is None:
-            raise UsageError("There is no learner yet: it is made when training begins.")
+            raise UsageError(
+                "There is no learner: it is made when training begins, and goes when it ends. Fix, if this is Lightning: give the Trainer "
+                "callbacks=[InLoopCallback(data)]."
+            )
         return self.learner, self._loader
 
 

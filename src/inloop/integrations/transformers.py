@@ -7,6 +7,7 @@ The reference gradient is the unclipped one: it is read at the end of ``training
 the Trainer clips (``on_pre_optimizer_step`` comes after that).
 """
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ class MixtureTrainer(Trainer):
             raise UsageError("MixtureTrainer was given a train_dataset; its training data is mixture=.")
         super().__init__(*args, **kwargs)
         if mixture.collate is default_collate:
+            mixture = copy.copy(mixture)  # another Trainer may have another collator
             mixture.collate = self._get_collator_with_removed_columns(self.data_collator, description="training")
         arguments = self.args
         arguments.ignore_data_skip = True  # the loader's own state says where to go on

@@ -1,14 +1,16 @@
 """A mixture of data sources that a policy draws from. Axes: N examples of a batch, K sources."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import default_collate
 
 from inloop.distributed import begin_alike, gather_counts, gather_rows, rank, world_size
 from inloop.errors import UsageError
+from inloop.mixture.batches import collated, gathered, tensors_alike, with_tensors
 from inloop.mixture.sources import IndexedSource, Key, StreamSource, as_source
 from inloop.policies import Actions
 from inloop.randomness import default_generator
@@ -16,6 +18,8 @@ from inloop.randomness import default_generator
 if TYPE_CHECKING:
     from inloop.learner import InLoop
     from inloop.mixture.loader import MixtureLoader
+
+log = logging.getLogger("inloop")
 
 
 class Mixture:
@@ -64,7 +68,8 @@ class Mixture:
         self.collate = collate
         self.drawn_K = torch.zeros(len(self.sources), dtype=torch.long)
         self._num_processes = 1  # that draw together
-        self._tensors, self._offsets_K = _joined(self.sources)
+        self._tensors_K = tensors_alike(self.sources)
+        self._told_of_unused = False
 
     def draw(self, actions: Actions) -> Any:
         """A batch with example i from source ``actions[i]``, collated as by a DataLoader.
@@ -78,28 +83,18 @@ class Mixture:
         mine = slice(start, start + len(source_n))
         source_N, position_N = self.choose(gather_rows(source_n, counts), mine)
         self.count(source_N)
+        self._warn_of_unused()
         return self.batch(source_N[mine], position_N[mine])
 
     def batch(self, source_N: Tensor, position_N: Tensor) -> Any:
         """The batch of these examples."""
-        if self._tensors and self.collate is default_collate:  # in memory: one gather for each tensor
-            index_N = self._offsets_K[source_N] + position_N
-            return [tensor[index_N] for tensor in self._tensors]
+        if self._tensors_K and self.collate is default_collate:  # in memory: one gather for each source
+            return gathered(self._tensors_K, source_N, position_N)
         return self.collated([self.fetch(key) for key in zip(source_N.tolist(), position_N.tolist(), strict=True)])
 
     def collated(self, examples: list[Any]) -> Any:
         """The batch of examples that may come from different sources."""
-        try:
-            return self.collate(examples)
-        except (TypeError, RuntimeError, KeyError, ValueError) as error:
-            forms = [_form_of(example) for example in examples]
-            if len(set(forms)) == 1:
-                raise
-            different = " and ".join(dict.fromkeys(forms))
-            raise UsageError(
-                f"Examples of different forms cannot be put into one batch: {different} ({str(error).splitlines()[0]}). Fix: let all sources give "
-                "the same, or pass collate=."
-            ) from error
+        return collated(examples, self.collate)
 
     def choose(self, actions: Actions, mine: slice) -> tuple[Tensor, Tensor]:
         """Which example of which source, for all processes: two tensors of shape [N].
@@ -139,13 +134,26 @@ class Mixture:
         """Count examples as used, for the effective epochs."""
         self.drawn_K += torch.bincount(source_N, minlength=len(self.sources))
 
+    def _warn_of_unused(self) -> None:
+        """A policy that begins with equal shares leaves no source out for so long."""
+        if self._told_of_unused or self.drawn_K.sum() < 50 * len(self.sources):
+            return
+        self._told_of_unused = True
+        if unused := [name for name, drawn in zip(self.names, self.drawn_K.tolist(), strict=True) if not drawn]:
+            log.warning(
+                "of the first %d examples none came from source %s; there are %d sources, and the policy should choose among as many",
+                int(self.drawn_K.sum()),
+                ", ".join(unused),
+                len(self.sources),
+            )
+
     def fetch(self, key: Key) -> Any:
         """One example; for the default collate a number in it becomes a tensor, since other sources may have one there."""
         source = self.sources[key[0]]
         example = (
             source.take(key[1]) if isinstance(source, StreamSource) else cast(IndexedSource, source).dataset[key[1]]
         )
-        return _with_tensors(example) if self.collate is default_collate else example
+        return with_tensors(example) if self.collate is default_collate else example
 
     def effective_epochs(self) -> Tensor:
         """How often each source was seen, in passes over it, shape [K]; nan for a stream that has not ended yet."""
@@ -195,16 +203,6 @@ class Mixture:
             source.load_state_dict(saved)
 
 
-def _with_tensors(example: Any) -> Any:
-    if isinstance(example, (int, float)):
-        return torch.as_tensor(example, dtype=torch.float64 if isinstance(example, float) else None)
-    if type(example) in (tuple, list) and not all(isinstance(part, (int, float)) for part in example):
-        return [_with_tensors(part) if isinstance(part, (int, float)) else part for part in example]
-    if type(example) is dict:
-        return {name: _with_tensors(part) if isinstance(part, (int, float)) else part for name, part in example.items()}
-    return example
-
-
 def _sources_of(actions: Actions, num_sources: int) -> Tensor:
     if not isinstance(actions, Tensor):
         if not isinstance(actions, dict) or "source" not in actions:
@@ -218,27 +216,3 @@ def _sources_of(actions: Actions, num_sources: int) -> Tensor:
             f"MixturePolicy(num_sources={num_sources})."
         )
     return source_N.long().cpu()
-
-
-def _joined(sources: Sequence[Any]) -> tuple[list[Tensor], Tensor]:
-    """If all sources are tensors of one kind: those tensors end to end, and where each source begins in them."""
-    datasets = [source.dataset if isinstance(source, IndexedSource) else None for source in sources]
-    if not all(type(dataset) is TensorDataset for dataset in datasets):  # a subclass may do more than index
-        return [], torch.empty(0)
-    kinds = {tuple((tensor.dtype, tensor.shape[1:]) for tensor in cast(TensorDataset, d).tensors) for d in datasets}
-    if len(kinds) != 1:
-        return [], torch.empty(0)
-    columns = zip(*(cast(TensorDataset, dataset).tensors for dataset in datasets), strict=True)
-    sizes = torch.tensor([0, *(source.size for source in sources)])
-    return [torch.cat(column) for column in columns], sizes.cumsum(0)[:-1]
-
-
-def _form_of(example: Any) -> str:
-    """What an example is made of, in few words."""
-    if isinstance(example, Tensor):
-        return f"a tensor {list(example.shape)}"
-    if isinstance(example, dict):
-        return "{" + ", ".join(f"{name}: {_form_of(part)}" for name, part in example.items()) + "}"
-    if isinstance(example, (tuple, list)):
-        return f"({', '.join(_form_of(part) for part in example)})"
-    return f"a {type(example).__name__}"

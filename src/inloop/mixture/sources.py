@@ -1,9 +1,10 @@
 """One data source behind one interface: indexed (a dataset, tensors in memory) or a stream that is read in order."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -154,9 +155,13 @@ def as_source(name: str, source: object, passes: torch.Generator | None) -> Sour
         if len(set(lengths)) != 1:
             raise UsageError(f"The tensors of source {name} are of different lengths: {lengths}.")
         source = TensorDataset(*source)
+    if isinstance(source, tuple) and any(isinstance(part, np.ndarray) for part in source):
+        raise UsageError(
+            f"Source {name} is a tuple with NumPy arrays. Fix: give tensors, (torch.as_tensor(x), torch.as_tensor(y))."
+        )
     if isinstance(source, DataLoader):
         raise UsageError(f"Source {name} is a DataLoader, which gives batches. Fix: give its dataset.")
-    if isinstance(source, (Tensor, str)):
+    if isinstance(source, (Tensor, str, Mapping)):
         raise UsageError(f"Source {name} is a {type(source).__name__}. {_ALLOWED}")
     if isinstance(source, IterableDataset) or not hasattr(source, "__getitem__"):
         if not isinstance(source, Iterable):

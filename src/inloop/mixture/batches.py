@@ -1,0 +1,81 @@
+"""Batches of examples that come from different sources."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset, default_collate
+
+from inloop.errors import UsageError
+from inloop.mixture.sources import IndexedSource, Source
+
+
+def tensors_alike(sources: Sequence[Source]) -> list[tuple[Tensor, ...]]:
+    """The tensors of each source, if all sources are tensors, of one kind; else nothing."""
+    datasets = [source.dataset if isinstance(source, IndexedSource) else None for source in sources]
+    if not all(type(dataset) is TensorDataset for dataset in datasets):  # a subclass may do more than index
+        return []
+    tensors_K = [cast(TensorDataset, dataset).tensors for dataset in datasets]
+    kinds = {tuple((tensor.dtype, tensor.device, tensor.shape[1:]) for tensor in tensors) for tensors in tensors_K}
+    return tensors_K if len(kinds) == 1 else []
+
+
+def gathered(tensors_K: Sequence[tuple[Tensor, ...]], source_N: Tensor, position_N: Tensor) -> list[Tensor]:
+    """The rows of each column, in the order of the examples; the sources' tensors are not copied."""
+    order_N = source_N.argsort()
+    sizes = torch.bincount(source_N, minlength=len(tensors_K)).tolist()
+    columns = [tensor.new_empty((len(source_N), *tensor.shape[1:])) for tensor in tensors_K[0]]
+    for tensors, here_n, rows_n in zip(tensors_K, order_N.split(sizes), position_N[order_N].split(sizes), strict=True):
+        for column, tensor in zip(columns, tensors, strict=True):
+            column.index_copy_(0, here_n.to(tensor.device), tensor.index_select(0, rows_n.to(tensor.device)))
+    return columns
+
+
+def collated(examples: list[Any], collate: Callable[[list[Any]], Any]) -> Any:
+    """``collate(examples)``.
+
+    Raises:
+        UsageError: If it does not work because the examples differ in form, or the default would leave out what only some of them have.
+    """
+    if collate is default_collate and len({_entries(example) for example in examples}) > 1:
+        raise _different_forms(examples, "they have different entries")
+    try:
+        return collate(examples)
+    except (TypeError, RuntimeError, KeyError, ValueError) as error:
+        if len({_form_of(example) for example in examples}) == 1:
+            raise
+        raise _different_forms(examples, str(error).splitlines()[0]) from error
+
+
+def with_tensors(example: Any) -> Any:
+    """A number in an example as a tensor, since examples of other sources may have one there."""
+    if isinstance(example, (int, float)):
+        return torch.as_tensor(example, dtype=torch.float64 if isinstance(example, float) else None)
+    if type(example) in (tuple, list) and not all(isinstance(part, (int, float)) for part in example):
+        return [with_tensors(part) if isinstance(part, (int, float)) else part for part in example]
+    if type(example) is dict:
+        return {name: with_tensors(part) if isinstance(part, (int, float)) else part for name, part in example.items()}
+    return example
+
+
+def _entries(example: Any) -> tuple[Any, ...] | None:
+    return tuple(sorted(map(str, example))) if isinstance(example, dict) else None
+
+
+def _different_forms(examples: list[Any], reason: str) -> UsageError:
+    different = " and ".join(dict.fromkeys(_form_of(example) for example in examples))
+    return UsageError(
+        f"Examples of different forms cannot be put into one batch: {different} ({reason}). Fix: let all sources give the same, or pass collate=."
+    )
+
+
+def _form_of(example: Any) -> str:
+    """What an example is made of, in few words."""
+    if isinstance(example, Tensor):
+        return f"a tensor {list(example.shape)}"
+    if isinstance(example, dict):
+        return "{" + ", ".join(f"{name}: {_form_of(part)}" for name, part in example.items()) + "}"
+    if isinstance(example, (tuple, list)):
+        return f"({', '.join(_form_of(part) for part in example)})"
+    return f"a {type(example).__name__}"
