@@ -261,15 +261,48 @@ def test_several_callbacks_get_every_report():
     assert first == second
 
 
-def test_a_learner_whose_step_is_never_called_warns(caplog):
+@pytest.mark.parametrize("cleared_first", [False, True])
+def test_a_learner_whose_step_is_never_called_warns_and_keeps_nothing(cleared_first, caplog):
     run = Run()
     for _ in range(5):
         x, y = run.mixture.draw(run.learner.sample(16))
+        if cleared_first:
+            run.optimizer.zero_grad()
         F.cross_entropy(run.model(x), y).backward()
         run.optimizer.step()
-        run.optimizer.zero_grad()
+        if not cleared_first:
+            run.optimizer.zero_grad()
     (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
-    assert "cleared without learner.step (3 time(s) in a row)" in warning.getMessage()
+    assert "or used by the optimizer, without learner.step (3 time(s) in a row)" in warning.getMessage()
+    assert run.learner.num_waiting == 1
+    run.optimizer.zero_grad()
+    assert not run.train(3).reports[-1].dropped
+
+
+def test_a_learner_that_was_not_closed_stops_recording_and_goes_on_when_it_is_asked_to(caplog):
+    run = Run().train(3)
+    for _ in range(5):  # the model is trained on by somebody else
+        run.optimizer.zero_grad()
+        F.cross_entropy(run.model(torch.randn(8, 16)), torch.randint(3, (8,))).backward()
+        run.optimizer.step()
+    assert caplog.text.count("nothing more is recorded until the next learner.sample") == 1
+    assert run.learner._recording.tape is None
+    run.optimizer.zero_grad()
+    assert [report.paid for report in run.train(3).reports[-2:]] == [True, True]
+
+
+def test_a_part_of_what_was_sampled_may_be_trained_on_if_its_actions_are_given():
+    run = Run()
+    for _ in range(4):
+        x, y = run.mixture.draw(actions := run.learner.sample(16))
+        keep = torch.arange(16) % 3 > 0
+        loss = F.cross_entropy(run.model(x[keep]), y[keep])
+        loss.backward()
+        report = run.learner.step(loss, actions[keep])
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        assert run.learner.num_waiting == 0
+    assert int(report.rewards.count_K.sum()) == int(keep.sum())
 
 
 def test_micro_batches_under_one_draw_are_counted_in_the_error():

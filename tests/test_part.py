@@ -7,7 +7,7 @@ from torch import nn
 
 from inloop import InLoop, MixturePolicy
 from inloop.alignment.call import LayerCall
-from inloop.errors import UsageError
+from inloop.errors import BatchSizeError, UsageError
 from inloop.rewards import GradientAlignment
 
 
@@ -165,3 +165,15 @@ def test_rewards_that_cost_nothing_are_paid_whole(reward):
 def test_what_is_no_part(part):
     with pytest.raises(UsageError, match="part="):
         InLoop(nn.Linear(1, 1), MixturePolicy(2), part=part)
+
+
+def test_a_batch_that_is_smaller_than_the_one_that_was_sampled_is_refused():
+    learner = InLoop(net := Net().double(), MixturePolicy(3), part=0.99)
+    x = torch.randn(8, 1, 6, 6, dtype=torch.float64)
+    with pytest.raises(BatchSizeError, match="train on the whole batch that was sampled"):
+        for _ in range(4):  # the first are rewarded whole, to be verified
+            actions = learner.sample(8)
+            keep = slice(0, 8 if learner.num_steps < 2 else 4)
+            net(x[keep]).square().mean().backward()
+            learner.step(1.0, actions[keep])
+            net.zero_grad()

@@ -351,7 +351,7 @@ def test_a_closure_that_runs_several_times_is_named():
 
         return loop.learner.step(lbfgs.step(closure))
 
-    with pytest.raises(VerificationError, match="LBFGS"):
+    with pytest.raises(UsageError, match="LBFGS"):
         Loop().run(step)
 
 

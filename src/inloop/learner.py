@@ -281,7 +281,7 @@ class InLoop:
                 logging.WARNING
                 if self._num_abandoned == 3
                 else logging.INFO,  # one pass may be given up; a third has its reason
-                "gradients were cleared without learner.step (%d time(s) in a row); what was sampled for them is forgotten. Fix: call "
+                "gradients were cleared, or used by the optimizer, without learner.step (%d time(s) in a row); what was sampled for them is forgotten. Fix: call "
                 "learner.step(loss) after loss.backward(), before the optimizer",
                 self._num_abandoned,
             )
@@ -290,7 +290,6 @@ class InLoop:
         if self.part < 1 and self.reward.needs_tape and not draw.plain and self._recording.may_record_less():
             draw = self._sampler.choose_paid(draw, self.part)
         self._sampler.waiting.append(draw)
-        self._pending.batch_begins()
         if draw.plain:
             self._recording.recorder.stop()  # never paid, so nothing to record
         self._recording.expect(len(self._sampler.waiting) - 1, draw.paid_here)

@@ -12,7 +12,7 @@ from inloop.distributed import is_distributed, is_sharded
 from inloop.draws import DrawnStep
 from inloop.errors import UsageError
 from inloop.rewards import Reference, Reward, check_reference, held_out_reference
-from inloop.step_checks import warn_once
+from inloop.step_checks import warn_of_moved_parameters
 
 log = logging.getLogger("inloop")
 
@@ -36,7 +36,6 @@ class Pending:
         self._model, self._reward = model, reward
         self._previous: Reference | None = None
         self._matched_since_saved = True
-        self._trained_at: list[int] | None = None  # versions of the parameters that the current batch is run with
 
     @property
     def tape(self) -> Tape | None:
@@ -48,21 +47,6 @@ class Pending:
         """Whether a part of the step was paid already, so that no other gradient can pay it."""
         return self.tape is not None and self.tape.begun
 
-    def batch_begins(self) -> None:
-        """A batch is going to be run: by ``step`` its parameters should be the same, or the held-out loss is taken too late."""
-        if callable(self.reference):
-            self._trained_at = self._versions()
-
-    def _versions(self) -> list[int]:
-        return [parameter._version for parameter in self._model.parameters()]
-
-    def _warn_of_moved_parameters(self) -> None:
-        if self._trained_at not in (None, self._versions()):
-            warn_once(
-                "the model's parameters changed between learner.sample and learner.step, so the held-out loss is not that of the step it judges. "
-                "Fix: call learner.step(loss) before optimizer.step(), and sample after it"
-            )
-
     def match(self, current: DrawnStep, now: Reference) -> tuple[DrawnStep | None, Reference]:
         """Which step can be paid now, and what it is judged by; keeps what later steps will need."""
         if self.reference == "previous":
@@ -71,7 +55,7 @@ class Pending:
         else:
             paid, self.step = self.step, None if current.plain else current
             if paid is not None and callable(self.reference):
-                self._warn_of_moved_parameters()
+                warn_of_moved_parameters(self._model, current.kept.tape)
                 now = held_out_reference(self._model, self.reference, with_gradient=self._reward.needs_tape)
         self._matched_since_saved = self._matched_since_saved or paid is not None
         return paid, now

@@ -13,7 +13,7 @@ from inloop.alignment.segments import RunAgain
 from inloop.alignment.tape import Reduction
 from inloop.distributed import is_distributed, is_sharded
 from inloop.errors import InloopError, UsageError
-from inloop.step_checks import Verifier, is_cleared
+from inloop.step_checks import Verifier, has_moved, is_cleared
 
 CHANGED_GRADIENTS = (
     "the gradients changed after the step's first backward pass (by another one, or by scaling or clipping), in which recorded "
@@ -75,13 +75,15 @@ class Recording:
         self.recorder.early = None
 
     def was_abandoned(self) -> bool:
-        """Whether a backward pass was recorded whose gradients were then cleared without a step.
+        """Whether a backward pass was recorded whose gradients were then cleared, or used by an optimizer, without a step.
 
         Several processes might see it differently (and accumulated gradients of sharded parameters cannot be seen): there
         ``skip`` must be called.
         """
         tape = None if is_distributed() else self.tape
-        return tape is not None and bool(tape.calls) and is_cleared(gradients_of(self._model))
+        if tape is None or not tape.calls:
+            return self.recorder.gave_up
+        return has_moved(self._model, tape) or is_cleared(gradients_of(self._model))
 
     # ---------------------------------------------------------------- can it be relied on
 

@@ -87,7 +87,9 @@ class Sampler:
         return [Draw(everyone, counts, self._copy_of(version), version)]
 
     def forget(self, draws: Sequence[Draw]) -> None:
-        self.waiting = [draw for draw in self.waiting if draw not in draws]
+        """They were used. If none of them waits, they are in the place of what does: a part of it, or in another order."""
+        left = [draw for draw in self.waiting if draw not in draws]
+        self.waiting = [] if draws and len(left) == len(self.waiting) else left
 
     def restore(self, waiting: list[Draw]) -> None:
         """After loading a state: these draws wait, and the policy is another than the copy."""

@@ -63,6 +63,19 @@ def warn_once(text: str) -> None:
     log.warning(text)
 
 
+def has_moved(model: nn.Module, tape: Tape) -> bool:
+    """Whether parameters were changed since the backward pass that a tape recorded: by an optimizer, usually."""
+    return any(p._version != tape.versions.get(name, p._version) for name, p in model.named_parameters())
+
+
+def warn_of_moved_parameters(model: nn.Module, tape: Tape | None) -> None:
+    if tape is not None and has_moved(model, tape):
+        warn_once(
+            "the model's parameters changed between the backward pass and learner.step, so the held-out loss is not that of the step it judges. "
+            "Fix: call learner.step(loss) before optimizer.step()"
+        )
+
+
 def gradient_norm(gradients: Direction) -> float:
     """‖g‖ over all parameters: one pass that shows gradients that are gone (zero) or broken (not finite)."""
     present = [_values(gradient) for gradient in gradients.values() if gradient is not None]
@@ -106,8 +119,9 @@ def refuse_missing_gradients(tape: Tape | None, gradients: Direction, norm: floa
 def refuse_missing_tape(tape: Tape | None) -> None:
     if tape is None:
         raise UsageError(
-            "This step was not recorded, since a plain step was sampled before it was trained on. Fix: with interleave=True call "
-            "learner.sample(n) right before each batch, or draw ahead with learner.draw and learner.use."
+            "This step was not recorded, since a plain step was sampled before it was trained on, or parameters were changed between its backward "
+            "passes (as by LBFGS, which runs its closure several times). Fix: with interleave=True call learner.sample(n) right before each batch, or draw ahead with learner.draw and learner.use; "
+            "call learner.step(loss) before each optimizer.step()."
         )
 
 

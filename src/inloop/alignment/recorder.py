@@ -5,6 +5,7 @@ never differentiated nothing beyond its step, and an in-place activation after t
 Nothing is written on the user's modules; hooks in a copy of the model do nothing.
 """
 
+import logging
 import weakref
 
 from torch import Tensor, nn
@@ -22,6 +23,9 @@ from inloop.alignment.tape import Reduction, Retention, Tape
 from inloop.alignment.trace import Use
 from inloop.alignment.twin import reparametrizing_hooks
 from inloop.alignment.watch import Watch
+from inloop.distributed import is_distributed
+
+log = logging.getLogger("inloop")
 
 
 class Recorder:
@@ -29,6 +33,7 @@ class Recorder:
 
     Attributes:
         early: An older tape's alignment with the gradients that are being formed; None if there is none.
+        gave_up: Whether the last tape was given up.
     """
 
     def __init__(
@@ -43,6 +48,7 @@ class Recorder:
         self.copy_inputs = copy_inputs
         self.retain: Retention = retain
         self.tape: Tape | None = None
+        self.gave_up = False
         self.early: EarlyAlignment | None = None
         self.plan = plan
         self._spare = Spare()
@@ -95,6 +101,7 @@ class Recorder:
     def start(self, reduction: Reduction, expect_one_pass: bool = False) -> Tape:
         """Let a new tape record from here on."""
         self.stop()
+        self.gave_up = False
         self.tape = Tape(self.plan, reduction, self.retain, expect_one_pass, self._spare)
         return self.tape
 
@@ -110,6 +117,18 @@ class Recorder:
         if self._watch is not None:
             self._watch.leave_model(entirely=True)  # after an interrupt, to which hooks do not answer
         self._spare.clear()
+
+    def give_up(self) -> None:
+        """A parameter was changed between two backward passes of what should be one step: none of it can be relied on, nor need it be kept."""
+        if self.tape is None or is_distributed():  # several processes might see it differently
+            return
+        log.warning(
+            "the model's parameters were changed and another backward pass followed, without learner.step in between; nothing more is recorded until "
+            "the next learner.sample. Fix: call learner.step(loss) before optimizer.step(); learner.close() when it is not needed any more"
+        )
+        self.tape.calls.clear()
+        self.stop()
+        self.gave_up = True
 
     def remove(self) -> None:
         self.stop()
@@ -132,6 +151,9 @@ class _AfterGradient:
         if recorder.early is not None and parameter.grad is not None:
             recorder.early.gradient_arrived(self.name, parameter.grad)
         if recorder.tape is not None:
+            if recorder.tape.versions.setdefault(self.name, parameter._version) != parameter._version:
+                recorder.give_up()
+                return
             recorder.tape.passes[self.name] += 1
             recorder.tape.settle()
 

@@ -25,7 +25,7 @@ from inloop.alignment.reduced import AnyCall, ReducedCall, reduced
 from inloop.alignment.reduced_box import reduced_box
 from inloop.alignment.spare import Spare
 from inloop.alignment.verification import refuse_unseen_uses, verify_calls
-from inloop.errors import UnsupportedLayerError, UsageError
+from inloop.errors import BatchSizeError, UnsupportedLayerError, UsageError
 
 Reduction = Literal["mean", "sum"]
 Retention = Literal["exact", "half", "recompute"]
@@ -90,6 +90,7 @@ class Tape:
         self.batch = 0  # the micro-batch that forward passes belong to at the moment
         self.black_box_state: dict[str, BlackBoxState] = {}  # of the black boxes that are running
         self.passes: Counter[str] = Counter()  # backward passes that reached each parameter
+        self.versions: dict[str, int] = {}  # of each parameter, when the first of them did
         self.missed_a_pass = False
         self.accounted: set[str] = set()  # parameters of calls that were written
         self.early: EarlyAlignment | None = None
@@ -138,6 +139,11 @@ class Tape:
                 return None
             open_tape._refuse_mixed_batches(waiting)
             rows = open_tape.part.get(waiting.call.batch)
+            if rows is not None and batch_axis == 0 and len(rows) and int(rows[-1]) >= len(dout):
+                raise BatchSizeError(
+                    f"Example {int(rows[-1])} of the batch is to be rewarded, as was chosen when it was sampled, but the model saw {len(dout)}. Fix: "
+                    "with part= below 1, train on the whole batch that was sampled, in its order."
+                )
             if rows is not None and waiting.call.taken_from is None and batch_axis == 0:
                 waiting.call = waiting.call.only(rows, len(dout))
             part = dout.detach() if waiting.call.taken_from is None else dout.detach()[rows]
