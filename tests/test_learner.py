@@ -291,6 +291,37 @@ def test_a_learner_that_was_not_closed_stops_recording_and_goes_on_when_it_is_as
     assert [report.paid for report in run.train(3).reports[-2:]] == [True, True]
 
 
+def replace_by_weight_norm(net):
+    nn.utils.parametrizations.weight_norm(net[0])
+
+
+def add_a_parameter(net):
+    net[0].extra = nn.Parameter(torch.ones(1))
+
+
+@pytest.mark.parametrize("change", [replace_by_weight_norm, add_a_parameter])
+def test_a_model_that_has_changed_is_refused_by_name(change):
+    run = Run(net=nn.Sequential(nn.Linear(16, 4))).train(2)
+    change(run.model)
+    with pytest.raises(UsageError, match="The model has changed since"):
+        run.train(1)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"reward": "nslr", "normalisation": "step"}, "normalisation='step' leaves nothing"),
+        ({"reward": "nslr", "normalisation": "center"}, "normalisation='center' leaves nothing"),
+        ({"reward": "nslr", "part": 0.5}, "part= is about recorded layers, of which NextStepLoss"),
+        ({"reward": "loss", "layers": ["0"]}, "layers= is about recorded layers, of which ExampleLoss"),
+        ({"reward": "nslr", "retain": "half"}, "retain= is about recorded layers"),
+    ],
+)
+def test_options_that_a_reward_makes_no_use_of_are_refused(options, named):
+    with pytest.raises(UsageError, match=named):
+        Run(**options)
+
+
 def test_a_part_of_what_was_sampled_may_be_trained_on_if_its_actions_are_given():
     run = Run()
     for _ in range(4):

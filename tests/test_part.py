@@ -146,21 +146,6 @@ def test_a_run_without_verification_continues_with_a_part():
     assert again._recording.may_record_less()
 
 
-@pytest.mark.parametrize("reward", ["nslr", "loss"])
-def test_rewards_that_cost_nothing_are_paid_whole(reward):
-    from inloop.policies import LossMixture
-
-    model = nn.Linear(2, 1)
-    learner = InLoop(model, LossMixture(2), reward=reward, part=0.5)
-    for _ in range(4):
-        learner.sample(8)
-        losses = model(torch.randn(8, 2)).square()[:, 0]
-        losses.mean().backward()
-        report = learner.step(losses.mean(), losses=losses)
-        model.zero_grad()
-    assert int(report.rewards.count_K.sum()) == 8
-
-
 @pytest.mark.parametrize("part", [0.0, -1.0, 1.5])
 def test_what_is_no_part(part):
     with pytest.raises(UsageError, match="part="):

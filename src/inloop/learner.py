@@ -32,13 +32,14 @@ from inloop.randomness import default_generator
 from inloop.recording import CHANGED_GRADIENTS, Recording
 from inloop.reinforce import make_updater
 from inloop.report import StepReport, describe_collapse, summarise_rewards
-from inloop.rewards import Normalisation, Reference, Reward, as_reward
+from inloop.rewards import Normalisation, Reference, Reward, as_reward, check_options
 from inloop.sampler import Sampler
 from inloop.step_checks import (
     Verifier,
     agree,
     as_number,
     gradient_norm,
+    refuse_changed_model,
     refuse_missing_gradients,
     refuse_missing_tape,
     refuse_other_batch_sizes,
@@ -134,6 +135,15 @@ class InLoop:
         self.model = model = unwrapped(model)
         self.policy = policy
         self.reward = as_reward(reward)
+        check_options(
+            self.reward,
+            normalisation,
+            part=part < 1,
+            layers=layers is not None,
+            retain=retain != "exact",
+            batchnorm_affine=batchnorm_affine,
+            copy_inputs=copy_inputs,
+        )
         self.interleave = interleave
         self.start_after = start_after
         self.dry_run = dry_run
@@ -206,6 +216,7 @@ class InLoop:
 
     def _step(self, loss: float, draws: list[Draw], scale: float, losses_N: Tensor | None) -> StepReport:
         gradients = gradients_of(self.model)
+        refuse_changed_model(self._recording.recorder.plan, gradients)
         norm = gradient_norm(gradients)
         tape = self._finish_recording(draws, gradients, norm)
         refuse_other_losses(losses_N, draws)
@@ -287,7 +298,7 @@ class InLoop:
             )
             self._recording.one_pass = False  # the next such pass costs no payment
             self.skip()
-        if self.part < 1 and self.reward.needs_tape and not draw.plain and self._recording.may_record_less():
+        if self.part < 1 and not draw.plain and self._recording.may_record_less():
             draw = self._sampler.choose_paid(draw, self.part)
         self._sampler.waiting.append(draw)
         if draw.plain:

@@ -174,6 +174,23 @@ def as_reward(reward: str | Reward) -> Reward:
     return _REWARDS[reward]()
 
 
+def check_options(reward: Reward, normalisation: Normalisation | None, **of_tapes: bool) -> None:
+    """Refuse options that this reward makes no use of.
+
+    Args:
+        of_tapes: Options of what is recorded -> whether they were given.
+    """
+    if isinstance(reward, NextStepLoss) and normalisation in ("step", "center"):
+        raise UsageError(
+            f"normalisation={normalisation!r} leaves nothing of the next step's loss, which is the same for all examples of a step. Fix: use 'window' "
+            "or 'none', or leave it out."
+        )
+    if not reward.needs_tape and (useless := [name for name, is_given in of_tapes.items() if is_given]):
+        raise UsageError(
+            f"{useless[0]}= is about recorded layers, of which {type(reward).__name__} makes no use. Fix: leave it out, or use reward='gar'."
+        )
+
+
 def check_reference(reference: object, reward: Reward) -> None:
     """Refuse what is no reference, or none for this reward."""
     if not callable(reference) and reference not in ("next", "previous"):

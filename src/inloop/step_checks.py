@@ -16,6 +16,7 @@ from torch.nn.utils import get_total_norm
 
 from inloop.alignment import Direction, Tape
 from inloop.alignment.batch_size import Structure, batch_sizes, structure_of
+from inloop.alignment.plan import Plan
 from inloop.distributed import gather_numbers, is_distributed, is_sharded, own_part, whole
 from inloop.draws import Draw
 from inloop.errors import BatchSizeError, UsageError
@@ -92,6 +93,15 @@ def _has_gradient(tape: Tape, gradients: Direction) -> bool:
     """Whether the recorded passes had a gradient that is not zero, in truth (dead units leave one that is)."""
     shapes = {name: shape for name, shape in tape.parameter_shapes.items() if name in gradients}
     return bool(tape.contributions({name: torch.ones(shape) for name, shape in shapes.items()}).any())
+
+
+def refuse_changed_model(plan: Plan, gradients: Direction) -> None:
+    """Raise if parameters have come or gone since the learner was made."""
+    if changed := sorted(gradients.keys() ^ plan.shapes.keys()):
+        raise UsageError(
+            f"The model has changed since the learner was made: '{changed[0]}' is {'new' if changed[0] in gradients else 'gone'}. Fix: make a new InLoop "
+            "for it, with the same policy."
+        )
 
 
 def refuse_missing_gradients(tape: Tape | None, gradients: Direction, norm: float) -> None:

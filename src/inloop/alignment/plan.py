@@ -50,6 +50,11 @@ class Site:
     def trainable(self) -> dict[str, str]:
         """Those of its parameters that are not frozen at the moment."""
         parameters = _parameters_of(self.module, self.rule)
+        if gone := self.parameter_names.keys() - parameters.keys():
+            raise UsageError(
+                f"The model has changed since recording began: '{self.name}' has no parameter '{min(gone)}' any more. Fix: make a new InLoop, or "
+                "recording, for the model as it is now."
+            )
         return {local: name for local, name in self.parameter_names.items() if parameters[local].requires_grad}
 
 
