@@ -322,6 +322,20 @@ def test_options_that_a_reward_makes_no_use_of_are_refused(options, named):
         Run(**options)
 
 
+def test_a_penalty_may_be_differentiated_after_the_learners_step():
+    run = Run(accumulate=1)
+    for _ in range(5):
+        x, y = run.mixture.draw(run.learner.sample(16))
+        loss = F.cross_entropy(run.model(x), y)
+        loss.backward()
+        report = run.learner.step(loss)
+        (1e-3 * sum(parameter.square().sum() for parameter in run.model.parameters())).backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    assert report.paid
+    assert report.num_dropped <= 1  # until it is known that there is more than one pass
+
+
 def test_a_part_of_what_was_sampled_may_be_trained_on_if_its_actions_are_given():
     run = Run()
     for _ in range(4):

@@ -87,7 +87,8 @@ class InLoop:
             that are verified are rewarded whole.
         verify: Check that the recorded examples add up to every gradient: the "first" two times that a kind of step is seen
             (the second shows gradients that were not cleared), on each step (True), never (False).
-        generator: The source of all sampling; by default one that follows torch's seed.
+        generator: The source of all sampling; by default one that follows torch's seed. (Learners that are made after one ``torch.manual_seed`` draw
+            alike: for repeats in one process, seed before each, or give generators.)
         callback: Called with each step's :class:`~inloop.report.StepReport`; one, or a list of them.
 
     Attributes:

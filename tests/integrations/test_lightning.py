@@ -183,3 +183,9 @@ def test_a_part_of_the_module(tmp_path):
     quiet_trainer([callback], enable_checkpointing=False, max_steps=4).fit(Module(), data)
     assert isinstance(callback.learner, inloop.InLoop)
     assert callback.learner.num_steps == 4
+
+
+def test_a_data_module_without_its_callback_says_what_is_missing():
+    data = MixtureDataModule(make_mixture(), 16, batches_per_epoch=7)
+    with pytest.raises(UsageError, match=r"callbacks=\[InLoopCallback\(data\)\]"):
+        quiet_trainer([], max_steps=2).fit(Module(), data)

@@ -145,3 +145,5 @@ def test_three_lines_for_sources_from_datasets(tmp_path):
 
     assert trainer.learner.num_steps == 4
     assert int(reports[-1].rewards.count_K.sum()) == 8
+    assert mixture.collate is torch.utils.data.default_collate  # the Trainer's own is for it alone
+    assert int(mixture.drawn_K.sum()) == 32

@@ -151,7 +151,11 @@ class _AfterGradient:
         if recorder.early is not None and parameter.grad is not None:
             recorder.early.gradient_arrived(self.name, parameter.grad)
         if recorder.tape is not None:
-            if recorder.tape.versions.setdefault(self.name, parameter._version) != parameter._version:
+            # A pass that has nothing to do with the model's calls, of a penalty on its weights, is no part of a step.
+            if (
+                recorder.tape.calls
+                and recorder.tape.versions.setdefault(self.name, parameter._version) != parameter._version
+            ):
                 recorder.give_up()
                 return
             recorder.tape.passes[self.name] += 1

@@ -32,7 +32,8 @@ class Mixture:
         sources: A list, or a dict with their names, of map-style datasets, tuples of tensors with examples on their first axis, or iterables.
         selection: How examples are picked within a source: "replacement" (each draw uniform, the paper) or "passes" (every
             example once, in an order that is shuffled anew for each pass). Iterables are read in their own order.
-        generator: The source of all draws; by default one that follows torch's seed.
+        generator: The source of all draws; by default one that follows torch's seed. (Mixtures that are made after one ``torch.manual_seed`` draw
+            alike: for repeats in one process, seed before each, or give generators.)
         collate: Makes a batch of a list of examples, as in a DataLoader.
 
     Attributes:
