@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from inloop import InloopError, capture
 from inloop.alignment.oracles import align_by_loss
+from inloop.alignment.plan import make_plan
+from inloop.alignment.probe import layouts_of
 from tests.alignment.architectures import D, Model, N, T, UnseenProduct
 from tests.alignment.exactness import (
     assert_exact,
@@ -375,6 +377,15 @@ def test_a_compiled_model_is_tried_too():
     inner = PositionsFirst().double()
     rewards_N, expected_N = rewards_and_truth(torch.compile(inner, backend="eager"), inner)
     torch.testing.assert_close(rewards_N, expected_N)
+
+
+def test_trying_a_compiled_model_compiles_nothing():
+    torch._dynamo.reset()
+    graphs = []
+    model = torch.compile(PositionsFirst(), backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    layouts = layouts_of(model, make_plan(model), ((torch.randn(6, 6, 4),), {}))
+    assert layouts[("_orig_mod.first", 0)].axis == 1
+    assert not graphs
 
 
 def test_a_model_that_cannot_be_tried_is_told(caplog):
