@@ -285,7 +285,7 @@ def test_a_learner_that_was_not_closed_stops_recording_and_goes_on_when_it_is_as
         run.optimizer.zero_grad()
         F.cross_entropy(run.model(torch.randn(8, 16)), torch.randint(3, (8,))).backward()
         run.optimizer.step()
-    assert caplog.text.count("nothing more is recorded until the next learner.sample") == 1
+    assert caplog.text.count("between two backward passes of what is recorded as one step") == 1
     assert run.learner._recording.tape is None
     run.optimizer.zero_grad()
     assert [report.paid for report in run.train(3).reports[-2:]] == [True, True]

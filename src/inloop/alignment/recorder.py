@@ -120,13 +120,13 @@ class Recorder:
 
     def give_up(self) -> None:
         """A parameter was changed between two backward passes of what should be one step: none of it can be relied on, nor need it be kept."""
-        if self.tape is None or is_distributed():  # several processes might see it differently
-            return
         log.warning(
-            "the model's parameters were changed and another backward pass followed, without learner.step in between; nothing more is recorded until "
-            "the next learner.sample. Fix: call learner.step(loss) before optimizer.step(); learner.close() when it is not needed any more"
+            "the model's parameters were changed between two backward passes of what is recorded as one step; it is given up. Fix: with a learner, call "
+            "learner.step(loss) before each optimizer.step(), and learner.close() when it is not needed any more (it records again from the next "
+            "learner.sample on); with capture, record one step at a time"
         )
-        self.tape.calls.clear()
+        if self.tape is not None:
+            self.tape.calls.clear()
         self.stop()
         self.gave_up = True
 
@@ -151,12 +151,8 @@ class _AfterGradient:
         if recorder.early is not None and parameter.grad is not None:
             recorder.early.gradient_arrived(self.name, parameter.grad)
         if recorder.tape is not None:
-            # A pass that has nothing to do with the model's calls, of a penalty on its weights, is no part of a step.
-            if (
-                recorder.tape.calls
-                and recorder.tape.versions.setdefault(self.name, parameter._version) != parameter._version
-            ):
-                recorder.give_up()
+            if recorder.tape.moved_between_passes(self.name, parameter) and not is_distributed():
+                recorder.give_up()  # (several processes might see it differently)
                 return
             recorder.tape.passes[self.name] += 1
             recorder.tape.settle()

@@ -173,6 +173,13 @@ class Tape:
         self.accounted.update(call.parameter_names.values())
         self.calls.append(call)
 
+    def moved_between_passes(self, name: str, parameter: Tensor) -> bool:
+        """Whether the parameter, which a backward pass has reached, was changed since the first that did.
+
+        A pass that has nothing to do with the model's calls, of a penalty on its weights, is no part of a step.
+        """
+        return bool(self.calls) and self.versions.setdefault(name, parameter._version) != parameter._version
+
     def settle(self) -> None:
         """Bring the calls that were written since the last time into the form that they are kept in.
 
