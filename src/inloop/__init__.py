@@ -4,6 +4,7 @@
 from inloop import augment as augment
 
 # exact per-example gradient alignment
+from inloop.alignment import Recording as Recording
 from inloop.alignment import alignment_rule as alignment_rule
 from inloop.alignment import capture as capture
 from inloop.checking import Check as Check
@@ -29,6 +30,9 @@ from inloop.policies import MixturePolicy as MixturePolicy
 from inloop.policies import Policy as Policy
 from inloop.policies import Product as Product
 from inloop.records import Records as Records
+
+# how a policy learns
+from inloop.updates import Reinforce as Reinforce
 
 # which source is bad
 from inloop.verdict import RewardStatistics as RewardStatistics

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from inloop.alignment.plan import LayerFilter
-from inloop.comparison import Losses, Row, compare
+from inloop.brute_force import Losses, Row, compare
 from inloop.errors import InloopError, UsageError
 
 _HOW_THEY_DIFFER = (

@@ -1,120 +1,145 @@
-"""The tapes of a learner's steps: what is recorded of a model, in which form, and whether it can be relied on."""
+"""The tapes of a learner's steps: when they are open, in which form steps are recorded, and whether they add up."""
 
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from inloop.alignment import Direction, Tape, gradients_of
+from inloop.alignment import Direction, Recording, Tape, gradients_of
+from inloop.alignment.capture import make_recorder
 from inloop.alignment.early import EarlyAlignment
-from inloop.alignment.recorder import Recorder
-from inloop.alignment.segments import RunAgain
-from inloop.alignment.tape import Reduction
+from inloop.alignment.hooks import Hook
+from inloop.alignment.replay import SegmentFinder
+from inloop.alignment.tape import Structure, structure_of
 from inloop.distributed import is_distributed, is_sharded
 from inloop.errors import InloopError, UsageError
-from inloop.step_checks import Verifier, has_moved, is_cleared
-
-CHANGED_GRADIENTS = (
-    "the gradients changed after the step's first backward pass (by another one, or by scaling or clipping), in which recorded "
-    "tensors were let go of; from now on they are kept until learner.step, which takes more memory"
-)
+from inloop.refusals import is_cleared
 
 
-class Recording:
-    """Records the steps of a model, one after the other.
+class StepRecorder:
+    """Records the steps of a model, one after the other: from the announcement of a batch to ``learner.step``.
 
     Args:
-        make_recorder: Makes a recorder for the model; takes ``segments=``, modules to be recorded as a whole.
-        finds_segments: Whether to look, in the first step, for modules that activation checkpointing runs again.
+        may_align_early: Whether the step that waits can be aligned while the next gradient is formed.
 
     Attributes:
-        one_pass: Whether every step had one backward pass (None: not known yet). Then much can be let go of in passing, if the gradients
-            that it leaves are final: with other processes they may still have to be averaged.
+        is_open: Whether a step has begun.
+        tape: Of the step that is open; None for a plain step.
+        optimizer_stepped: Whether an optimizer has moved the model since the backward pass of the open step.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        make_recorder: Callable[..., Recorder],
-        reduction: Reduction,
-        verifier: Verifier,
-        finds_segments: bool,
-    ) -> None:
-        self.one_pass: bool | None = None
-        self.recorder = make_recorder()
-        self._model, self._make_recorder, self._reduction, self._verifier = model, make_recorder, reduction, verifier
-        self._run_again = RunAgain(model) if finds_segments else None
+    def __init__(self, model: nn.Module, record: Recording, needs_tape: bool, may_align_early: bool) -> None:
+        self.record = record
+        self.is_open = False
+        self.optimizer_stepped = False
+        self.early = EarlyAlignment(may_align_early)
+        self._model, self._needs_tape = model, needs_tape
+        self._recorder = make_recorder(model, record)
+        self._recorder.early = self.early
+        self._seen: Counter[Structure] = Counter()  # kinds of steps that were verified
+        self._num_verified = 0  # steps, with these segments
+        finds_segments = record.retain != "recompute"
+        self._finder = SegmentFinder(model) if finds_segments else None
         self._segments: list[str] | None = None if finds_segments else []  # None: not known yet
-        self._num_verified = 0  # steps, with these
+        handle = register_optimizer_step_post_hook(_AfterOptimizer(self))
+        self._remove = weakref.finalize(self, handle.remove)
 
     @property
     def tape(self) -> Tape | None:
-        return self.recorder.tape
+        return self._recorder.tape
 
-    def begin(self) -> None:
-        """Record a new step."""
-        if self.one_pass is not False and (is_distributed() or any(map(is_sharded, self._model.parameters()))):
-            self.one_pass = False
-        self.recorder.start(self._reduction, expect_one_pass=self.one_pass is True)
+    @property
+    def plan(self) -> Any:
+        return self._recorder.plan
+
+    # ---------------------------------------------------------------- one step
+
+    def open(self, waiting: Tape | None) -> None:
+        """A step begins. Its gradient will reward the step that ``waiting`` has recorded, if any."""
+        if self.early.state != "off" and (is_distributed() or any(map(is_sharded, self._model.parameters()))):
+            self.early.turn_off()  # gradients are averaged after they have arrived
+        self.is_open, self.optimizer_stepped = True, False
+        self.early.begin(waiting)
+        if self._needs_tape:
+            self._recorder.start(self.record.reduction)
 
     def expect(self, batch: int, rows: Tensor | None) -> None:
-        """What is recorded next belongs to this micro-batch, of which only the examples ``rows`` count; None for all."""
+        """The next passes belong to this micro-batch, of which only the examples ``rows`` are rewarded; None for all."""
         if self.tape is not None:
             self.tape.batch = batch
             if rows is not None:
                 self.tape.part[batch] = rows
 
-    def pay_early(self, early: EarlyAlignment | None) -> None:
-        """Let an older tape be aligned with the gradients of the next backward pass, while they are formed."""
-        self.recorder.early = early
+    def expect_plain(self) -> None:
+        """The next pass is never rewarded, so there is nothing to record."""
+        self._recorder.stop()
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Record nothing more of this step."""
-        self.recorder.stop()
-        self.recorder.early = None
+        self.is_open = False
+        self._recorder.stop()
+        self.early.stop()
 
     def was_abandoned(self) -> bool:
-        """Whether a backward pass was recorded whose gradients were then cleared, or used by an optimizer, without a step.
+        """Whether the gradients of the open step were used by an optimizer, or cleared, without ``learner.step``.
 
         Several processes might see it differently (and accumulated gradients of sharded parameters cannot be seen): there
         ``skip`` must be called.
         """
-        tape = None if is_distributed() else self.tape
-        if tape is None or not tape.calls:
-            return self.recorder.gave_up
-        return has_moved(self._model, tape) or is_cleared(gradients_of(self._model))
+        if self.tape is None or not self.tape.reached or is_distributed():
+            return False
+        return self.optimizer_stepped or is_cleared(gradients_of(self._model))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Passes in this block leave no trace."""
+        is_open, self.is_open = self.is_open, False
+        try:
+            with self._recorder.paused():
+                yield
+        finally:
+            self.is_open = is_open
 
     # ---------------------------------------------------------------- can it be relied on
 
     def wants_verification(self, tape: Tape | None) -> bool:
-        return self._verifier.wants(tape) or (tape is not None and self._has_untried_segments())
+        """Whether the examples of this step are to be added up."""
+        if tape is None or tape.part:
+            return False
+        when = self.record.verify
+        wanted = when is True or (when == "first" and self._seen[structure_of(tape.calls)] < 2)
+        return wanted or self._has_untried_segments()
 
-    def what_is_wrong(self, tape: Tape, gradients: Direction, verify: bool) -> str | None:
+    def problem_of(self, tape: Tape | None, waiting: Tape | None, gradients: Direction, verify: bool) -> str | None:
         """Why a step cannot be used, though nothing of it is an error; None if it can. Learns from it how to record the next.
 
         Raises:
             VerificationError: If the recorded examples do not add up to the gradients.
         """
-        if tape.missed_a_pass:
-            self.one_pass = False
-            return CHANGED_GRADIENTS
-        self.one_pass = self.one_pass is not False and tape.had_one_pass
+        if problem := self.early.judge(tape, waiting, gradients):
+            return problem
+        if tape is None:
+            return None
         if verify and (problem := self._verify(tape, gradients)):
             return problem
-        if self._run_again is not None:
-            self._record_segments(self._run_again.segments(tape))
+        if self._finder is not None:
+            self._record_segments(self._finder.segments(tape))
         return None
 
     def may_record_less(self) -> bool:
-        """Whether steps need not be recorded whole any more, to be verified or to find out what is checkpointed."""
-        known = self._segments is not None and not self._has_untried_segments()
-        return known and self._verifier.is_done(self._num_verified)
+        """Whether steps need not be recorded whole any more, to be verified or to find out which modules are checkpointed."""
+        when = self.record.verify
+        verified = when is False or (when == "first" and self._num_verified >= 2)
+        return self._segments is not None and not self._has_untried_segments() and verified
 
     def _verify(self, tape: Tape, gradients: Direction) -> str | None:
         """Check the tape. If checkpointed modules cannot be run again as a whole, they are not tried again, and this says so."""
         try:
-            self._verifier.check(tape, gradients)
+            tape.verify(gradients)
         except (InloopError, RuntimeError) as error:
             if not self._segments:
                 raise
@@ -123,41 +148,34 @@ class Recording:
                 f"the checkpointed modules cannot be run again as a whole ({str(error).splitlines()[0]}); from now on each of their layers is "
                 "recorded, which takes more memory"
             )
+        self._seen[structure_of(tape.calls)] += 1
         self._num_verified += 1
         return None
 
     def _has_untried_segments(self) -> bool:
         return bool(self._segments) and self._num_verified == 0
 
-    def _record_segments(self, segments: Sequence[str]) -> None:
+    def _record_segments(self, segments: list[str]) -> None:
         """From here on, keep of checkpointed modules no more than their checkpoints do."""
-        if self._run_again is not None:
-            self._run_again.remove()
-        self._run_again = None
-        if list(segments) != (self._segments or []):
+        if self._finder is not None:
+            self._finder.remove()
+        self._finder = None
+        if segments != (self._segments or []):
             self._num_verified = 0
-            self.recorder.remove()
-            self.recorder = self._make_recorder(segments=segments)
-        self._segments = list(segments)
+            self._recorder.remove()
+            self._recorder = make_recorder(self._model, self.record, segments)
+            self._recorder.early = self.early
+        self._segments = segments
 
     # ---------------------------------------------------------------- lifetime and state
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Passes in this block leave no trace."""
-        recorder = self.recorder
-        tape, early = recorder.tape, recorder.early
-        recorder.tape = recorder.early = None
-        try:
-            yield
-        finally:
-            recorder.tape, recorder.early = tape, early
-
-    def close(self) -> None:
+    def remove(self) -> None:
         """Take all hooks off the model."""
-        self.recorder.remove()
-        if self._run_again is not None:
-            self._run_again.remove()
+        self.close()
+        self._recorder.remove()
+        if self._finder is not None:
+            self._finder.remove()
+        self._remove()
 
     def state_dict(self) -> dict[str, Any]:
         return {"segments": self._segments, "num_verified": self._num_verified}
@@ -167,5 +185,22 @@ class Recording:
             return
         if unknown := set(state["segments"]) - {name for name, _ in self._model.named_modules()}:
             raise UsageError(f"The state is of a model with a module '{min(unknown)}', which this one has not.")
-        self._record_segments(state["segments"])
+        self._record_segments(list(state["segments"]))
         self._num_verified = state["num_verified"]
+
+    def optimizer_has_stepped(self, optimizer: Optimizer) -> None:
+        """An optimizer, of this model or of another, has done a step. (Fused ones do not raise the versions of tensors.)"""
+        if not self.is_open or self.tape is None or not self.tape.reached:
+            return
+        own = {id(parameter) for parameter in self._model.parameters()}
+        if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            self.optimizer_stepped = True
+
+
+class _AfterOptimizer(Hook[StepRecorder]):
+    """Torch calls it after every step of any optimizer."""
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        recorder = self.owner()
+        if recorder is not None:
+            recorder.optimizer_has_stepped(optimizer)

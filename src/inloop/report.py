@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from inloop.draws import Draw
+from inloop.step import Draw
 from inloop.policies import Policy, RewardSummary, concatenate
 
 
@@ -18,14 +18,14 @@ class StepReport:
     Attributes:
         step: The number of this step, from 1.
         lag: How many updates the policy made between drawing this step's actions and their use.
-        dropped: Why the step that waited went unpaid; None if it did not. (After a loss or a gradient that is not finite this step will not be
-            paid, either.)
+        dropped: Why the step that waited went unrewarded; None if it did not. (After a loss or a gradient that is not finite this step will
+            not be rewarded, either.)
         num_dropped: How often that was so.
         probabilities: The policy after this step.
         updated: Whether the policy moved.
-        reward_mean: Mean of the rewards that were paid, nan if none were.
+        reward_mean: Mean of the rewards, nan if there were none.
         reward_std: Their unbiased standard deviation.
-        rewards: The rewards by choice (by source, for a mixture; by factor, for a product), None if none were paid.
+        rewards: The rewards by choice (by source, for a mixture; by factor, for a product), None if there were none.
     """
 
     step: int
@@ -39,8 +39,8 @@ class StepReport:
     rewards: RewardSummary | dict[str, object] | None = None
 
     @property
-    def paid(self) -> bool:
-        """Whether examples were rewarded."""
+    def rewarded(self) -> bool:
+        """Whether the examples of a step were rewarded."""
         return self.rewards is not None
 
     @property
@@ -81,5 +81,5 @@ def summarise_rewards(policy: Policy, draws: Sequence[Draw], rewards_N: Tensor) 
     return {
         "reward_mean": float(rewards_N.mean()),
         "reward_std": float(rewards_N.std()) if len(rewards_N) > 1 else 0.0,
-        "rewards": policy.summarise(concatenate([draw.paid for draw in draws]), rewards_N),
+        "rewards": policy.summarise(draws[0].rewarded if len(draws) == 1 else concatenate([draw.rewarded for draw in draws]), rewards_N),
     }

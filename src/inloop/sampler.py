@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from inloop.alignment.call import tensors_in
+from inloop.alignment.kept import tensors_in
 from inloop.distributed import begin_alike, gather_counts, gather_rows, world_size
-from inloop.draws import Draw
+from inloop.step import Draw
 from inloop.errors import UsageError
 from inloop.policies import Actions, Policy, count_actions, map_actions, same_actions
 
@@ -52,13 +52,13 @@ class Sampler:
             begin_alike(self.generator, self.policy)
             self._copy = None
 
-    def choose_paid(self, draw: Draw, part: float) -> Draw:
-        """The draw with a random part of its examples to be paid: at least one, the same whatever the number of processes."""
+    def choose_rewarded(self, draw: Draw, part: float) -> Draw:
+        """The draw with a random part of its examples to be rewarded: at least one, the same whatever the number of processes."""
         if draw.num_everyone == 0:
             return draw
         some = max(1, round(part * draw.num_everyone))
-        paid = torch.randperm(draw.num_everyone, generator=self.generator)[:some].sort().values
-        return replace(draw, paid_examples=paid)
+        rows = torch.randperm(draw.num_everyone, generator=self.generator)[:some].sort().values
+        return replace(draw, rewarded_rows=rows)
 
     def take(self, actions: Actions | None, version: int) -> list[Draw]:
         """The draws of a step: all that wait, or the one of these actions, or a new one if they were drawn elsewhere."""

@@ -6,6 +6,7 @@ library it needs ``errors`` and ``distributed`` only.
 
 from inloop.alignment import layers as _layers  # noqa: F401  registers torch's layers
 from inloop.alignment.call import LayerCall as LayerCall
+from inloop.alignment.capture import Recording as Recording
 from inloop.alignment.capture import capture as capture
 from inloop.alignment.direction import Direction as Direction
 from inloop.alignment.direction import gradients_of as gradients_of

@@ -1,48 +1,76 @@
-"""Recording a model's step: what a user calls, and what a learner makes."""
+"""Recording a model's step: the options, what a user calls, and what a learner makes."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
 from torch import nn
 
 from inloop.alignment.direction import gradients_of
 from inloop.alignment.plan import LayerFilter, make_plan
 from inloop.alignment.recorder import Recorder
-from inloop.alignment.replay import replayed_site
-from inloop.alignment.segments import with_segments
-from inloop.alignment.tape import Reduction, Retention, Tape, check_retention
+from inloop.alignment.replay import model_call, whole_site, with_segments
+from inloop.alignment.tape import Reduction, Retention, Tape
 from inloop.distributed import is_sharded
 from inloop.errors import UsageError
 
+_RETENTIONS = {
+    "exact": "tensors as they are",
+    "half": "in float16, each with a scale",
+    "recompute": "only the batch and the parameters",
+}
 
-@contextmanager
-def capture(
-    model: nn.Module,
-    reduction: Reduction = "mean",
-    layers: LayerFilter | None = None,
-    *,
-    batchnorm_affine: bool = False,
-    copy_inputs: bool = False,
-    retain: Retention = "exact",
-    verify: bool = False,
-) -> Iterator[Tape]:
-    """Record one forward and backward pass, to align its examples with any direction afterwards.
+
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """What is recorded of a step, and how it is kept.
 
     Args:
-        model: Any module. The first axis of its first input counts the examples; where they are in its layers is found out.
         reduction: How the loss that is back-propagated reduces over examples, "mean" or "sum".
         layers: Which layers count: names (each with all below it) or a predicate on (name, module); None for all.
         batchnorm_affine: Whether BatchNorm's own weight and bias count (the paper's authors left them out).
         copy_inputs: Keep copies of the layers' inputs, for writers that torch cannot see.
         retain: How to keep what is recorded: "exact"; in "half" the memory, as float16 with a scale for each tensor (a number
             loses up to 2**-11 of itself); or "recompute": only the model's input and a copy of its parameters, from which the step is
-            done again when it is aligned (exact, little memory, about a forward and a backward pass more).
-        verify: Check at the end that the examples add up to every ``p.grad`` (which must have been empty before).
+            run again when it is aligned (exact, little memory, about a forward and a backward pass more).
+        verify: Check that the examples add up to every ``p.grad``: "first", the first two times that a learner sees a kind of step
+            (the second shows gradients that were not cleared); True, always; False, never. :func:`capture`, which records a
+            single step, checks it with True.
+    """
+
+    reduction: Reduction = "mean"
+    layers: LayerFilter | None = None
+    batchnorm_affine: bool = False
+    copy_inputs: bool = False
+    retain: Retention = "exact"
+    verify: bool | Literal["first"] = "first"
+
+    def __post_init__(self) -> None:
+        if self.reduction not in ("mean", "sum"):
+            raise UsageError(
+                f"reduction={self.reduction!r}: allowed are 'mean' and 'sum', as in the loss that is back-propagated."
+            )
+        if self.retain not in _RETENTIONS:
+            allowed = ", ".join(f"{name!r} ({meaning})" for name, meaning in _RETENTIONS.items())
+            raise UsageError(f"retain={self.retain!r}: allowed are {allowed}.")
+        if self.verify not in ("first", True, False):
+            raise UsageError(f"verify={self.verify!r}: allowed are 'first', True and False.")
+
+
+@contextmanager
+def capture(model: nn.Module, record: Recording | None = None, **options: Any) -> Iterator[Tape]:
+    """Record one forward and backward pass, to align its examples with any direction afterwards.
+
+    Args:
+        model: Any module. The first axis of its first input counts the examples; where they are in its layers is found out.
+        record: The options of the recording.
+        options: Single options of :class:`Recording`, in place of ``record``.
 
     Raises:
         UnsupportedLayerError: If a layer with trainable parameters cannot be aligned exactly.
-        VerificationError: With ``verify``, if a parameter's gradient is not the sum of the recorded examples.
+        VerificationError: With ``verify=True``, if a parameter's gradient is not the sum of the recorded examples. (``p.grad`` must
+            have been empty before.)
 
     Example:
         >>> import torch
@@ -53,38 +81,34 @@ def capture(
         >>> tape.align({"weight": torch.tensor([[1.0, 10.0]])})
         tensor([ 1., 20.])
     """
-    recorder = make_recorder(model, layers, batchnorm_affine=batchnorm_affine, copy_inputs=copy_inputs, retain=retain)
+    allowed = [field.name for field in fields(Recording)]
+    if unknown := sorted(set(options) - set(allowed)):
+        raise UsageError(f"capture got {unknown[0]}=; allowed are {', '.join(allowed)}.")
+    record = replace(record or Recording(), **options)
+    recorder = make_recorder(model, record)
     try:
-        tape = recorder.start(reduction)
+        tape = recorder.start(record.reduction)
         yield tape
         recorder.stop()
-        if verify:
+        if record.verify is True:
             tape.verify(gradients_of(model))
         tape.own_parameters()
     finally:
         recorder.remove()
 
 
-def make_recorder(
-    model: nn.Module,
-    layers: LayerFilter | None = None,
-    *,
-    batchnorm_affine: bool = False,
-    copy_inputs: bool = False,
-    retain: Retention = "exact",
-    segments: Iterable[str] = (),
-) -> Recorder:
+def make_recorder(model: nn.Module, record: Recording, segments: Iterable[str] = ()) -> Recorder:
     """A recorder on the layers of a model; to recompute, on the model as a whole; on ``segments`` that are checkpointed, as a whole, too."""
-    check_retention(retain)
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise UsageError("The model is wrapped in DistributedDataParallel. Fix: record what is inside, model.module.")
-    if retain == "recompute" and any(is_sharded(parameter) for parameter in model.parameters()):
+    sharded = any(is_sharded(parameter) for parameter in model.parameters())
+    if record.retain == "recompute" and sharded:
         raise UsageError(
             "retain='recompute' keeps a copy of all parameters, and the model is sharded. Fix: use 'exact' or 'half'."
         )
-    plan = make_plan(model, layers, batchnorm_affine)
-    if retain == "recompute":
-        plan = replace(plan, sites=(replayed_site(model, plan),))
-    elif not any(is_sharded(parameter) for parameter in model.parameters()):
-        plan = with_segments(model, plan, segments, layers, batchnorm_affine)
-    return Recorder(model, plan, copy_inputs=copy_inputs, retain=retain)
+    plan = make_plan(model, record.layers, record.batchnorm_affine)
+    if record.retain == "recompute":
+        plan = replace(plan, sites=(whole_site(model, plan),))
+    elif not sharded:
+        plan = with_segments(model, plan, segments, record.layers, record.batchnorm_affine)
+    return Recorder(model, plan, copy_inputs=record.copy_inputs, retain=record.retain, make_model_call=model_call)

@@ -1,90 +1,96 @@
-"""Aligning while the gradient is being formed: each call as soon as its layer's gradient is final, and then it is let go.
+"""Aligning a step while the next gradient is being formed: its tape shrinks as the next one grows.
 
-A tape would otherwise be held until the backward pass of the next step has ended, on top of what that pass records. Backward
-passes go from the last layer to the first, so the old tape shrinks as the new one grows.
+A tape would otherwise be held until the backward pass of the next step has ended, on top of all that this pass records. Backward
+passes go from the last layer to the first: when the gradient of a layer's parameters has arrived and is final, the layer's calls of
+the step before are aligned with it and released. A gradient is final if the step has one backward pass and nothing changes
+``p.grad`` before ``learner.step``. This is the one place that knows whether that holds:
+
+    unknown ──a step had one backward pass──► on ──a second pass, or a gradient that changed──► off, for good
+       └───────────────a step had several──────────────────────────────────────────────────────► off
+
+The step that shows that a gradient was not final costs the step before its rewards; later steps wait until ``learner.step``.
 """
 
-from collections.abc import Mapping
+from typing import Literal
 
 from torch import Tensor
 
-from inloop.alignment.batch_size import of_part
-from inloop.alignment.reduced import AnyCall, ReducedCall
-from inloop.alignment.spare import Spare
+from inloop.alignment.direction import Direction
+from inloop.alignment.kept import Kept
+from inloop.alignment.tape import Tape
 from inloop.errors import OverwrittenTensorError
+
+CHANGED_GRADIENTS = (
+    "the gradients changed after the step's first backward pass (by another one, or by scaling or clipping), in which recorded "
+    "tensors were released; from now on they are kept until learner.step, which takes more memory"
+)
 
 
 class EarlyAlignment:
-    """What is known of the contributions to the product with a gradient that is being formed.
-
-    Args:
-        calls: The tape's own list: what is aligned leaves it.
-        spare: Where its memory goes.
-        part: By micro-batch, the rows of the examples that count; all, where there is no entry.
+    """Decides when calls of a waiting tape can be aligned with the gradients that are being formed.
 
     Attributes:
-        sums: Contributions [N] of the calls that were aligned, by micro-batch.
+        state: "unknown", "on" or "off".
     """
 
-    def __init__(self, calls: list[AnyCall], spare: Spare, part: Mapping[int, Tensor] | None = None) -> None:
-        self._part = part or {}
-        self.sums: dict[int, Tensor] = {}
-        self._calls = calls
-        self._spare = spare
-        self._gradients: dict[str, Tensor] = {}
-        self._aligned_with: dict[str, tuple[int, int]] = {}
-        self._users: dict[str, list[AnyCall]] = {}  # by parameter
-        for call in calls:
-            if (
-                isinstance(call, ReducedCall) or not call.rule.replays
-            ):  # which needs a backward pass of its own, and that has no place within another
+    def __init__(self, allowed: bool) -> None:
+        self.state: Literal["unknown", "on", "off"] = "unknown" if allowed else "off"
+        self._tape: Tape | None = None  # of the step before, while it is aligned
+        self._users: dict[str, list[Kept]] = {}  # its calls, by parameter
+        self._gradients: dict[str, Tensor] = {}  # that have arrived, and that calls still wait for
+
+    def begin(self, waiting: Tape | None) -> None:
+        """A step begins; its gradient will reward the step that ``waiting`` has recorded, if any."""
+        self.stop()
+        if self.state != "on" or waiting is None:
+            return
+        self._tape = waiting
+        for call in waiting.calls:
+            if not call.needs_backward:  # which has no place within another one
                 for name in call.parameter_names.values():
                     self._users.setdefault(name, []).append(call)
 
-    def gradient_arrived(self, name: str, gradient: Tensor) -> None:
-        """A backward pass has added all that it has to the gradient of the parameter ``name``."""
-        if gradient.is_sparse or not self._users.get(name):
-            return
-        self._gradients[name] = gradient.detach()
-        for call in list(self._users[name]):
-            if self._gradients.keys() >= set(call.parameter_names.values()):
-                self._align(call)
-        if not self._users[name]:
-            del self._gradients[name]
-
-    def _align(self, call: AnyCall) -> None:
-        local = {name: self._gradients[canonical] for name, canonical in call.parameter_names.items()}
-        try:
-            part = of_part(call, call.align(local), self._part)
-        except OverwrittenTensorError:
-            return  # comes up again when the rest of the tape is aligned, outside of the user's backward pass
-        self.sums[call.batch] = self.sums[call.batch] + part if call.batch in self.sums else part
-        self._calls.remove(call)
-        if isinstance(call, ReducedCall):
-            call.give_back(self._spare)
-        for name, canonical in call.parameter_names.items():
-            self._aligned_with[canonical] = _identity(local[name])
-            self._users[canonical].remove(call)
-
-    def forget(self) -> None:
-        """Let go of everything."""
-        self._calls.clear()
+    def stop(self) -> None:
+        """Leave the rest of the waiting tape as it is."""
+        self._tape = None
         self._users.clear()
         self._gradients.clear()
 
-    @property
-    def begun(self) -> bool:
-        """Whether a call was aligned, so that its tensors are gone."""
-        return bool(self._aligned_with)
+    def gradient_arrived(self, name: str, gradient: Tensor) -> None:
+        """A backward pass has added all that it has to the gradient of the parameter ``name``."""
+        users = self._users.get(name)
+        if not users or gradient.is_sparse:
+            return
+        self._gradients[name] = gradient.detach()
+        for call in list(users):
+            if all([needed in self._gradients for needed in call.parameter_names.values()]):
+                self._align(call)
+        if not users:
+            del self._gradients[name]
 
-    def differs_from(self, direction: Mapping[str, Tensor | None]) -> bool:
-        """Whether ``direction`` is not, or not any more, the gradient that calls were aligned with."""
-        return any(
-            (value := direction.get(name)) is None or _identity(value) != then
-            for name, then in self._aligned_with.items()
-        )
+    def _align(self, call: Kept) -> None:
+        assert self._tape is not None
+        try:
+            self._tape.align_ahead(call, self._gradients)
+        except OverwrittenTensorError:
+            return  # comes up again when the rest of the tape is aligned, outside of the user's backward pass
+        for name in call.parameter_names.values():
+            self._users[name].remove(call)
 
+    def judge(self, step: Tape | None, waiting: Tape | None, gradients: Direction) -> str | None:
+        """Learn from a complete step. Returns a sentence if released tensors would have been needed, else None.
 
-def _identity(gradient: Tensor) -> tuple[int, int]:
-    """Where it is stored, and how often it was written to: a second backward pass or a change in place shows."""
-    return gradient.data_ptr(), gradient._version
+        Args:
+            step: The tape of the complete step; None if it was not recorded.
+            waiting: The tape of the step that is rewarded by these gradients, if any.
+        """
+        if (step is not None and step.missed_a_pass) or (waiting is not None and waiting.differs_from(gradients)):
+            self.state = "off"
+            return CHANGED_GRADIENTS
+        if step is not None and self.state != "off":
+            self.state = "on" if max(step.reached.values(), default=0) == 1 else "off"
+        return None
+
+    def turn_off(self) -> None:
+        """Gradients are not final when they arrive: they are averaged over processes, or a pass was given up."""
+        self.state = "off"

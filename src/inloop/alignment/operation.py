@@ -4,7 +4,7 @@
 exponential, a lookup). All of that, from the parameters to the output, is one function of the data, and can be run again.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from inloop.alignment.black_box import restore_random_state
+from inloop.alignment.black_box import BlackBoxCall, fingerprint, restore_random_state
+from inloop.alignment.call import Autocast, Layout
+from inloop.alignment.hooks import hook_gradient
+from inloop.alignment.kept import tensors_in, versions_of
+from inloop.alignment.tape import Tape
+from inloop.errors import UnsupportedLayerError
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +104,62 @@ class Operation(nn.Module):
         return self.recipe.compute(value, {})
 
 
-def local_names(names: Sequence[str]) -> dict[str, str]:
-    """The names of an operation's parameters in the module -> in the model."""
-    return {f"p{i}": name for i, name in enumerate(names)}
+@dataclass(frozen=True, slots=True, eq=False)
+class Use:
+    """Where parameters meet the data.
+
+    Attributes:
+        recipe: How the output follows from parameters and data.
+        data: The tensors of the recipe that are no parameters.
+        names: The parameters in it.
+        where: In words.
+    """
+
+    recipe: Recipe
+    data: list[Tensor]
+    names: list[str]
+    out: Tensor
+    where: str
+
+
+def record_use(tape: Tape, use: Use, parameters: dict[str, Tensor], layout: Layout, num_examples: int | None) -> None:
+    """Write a call to the tape when the gradient of the operation's output arrives.
+
+    Args:
+        parameters: Those in the operation, by name.
+        layout: Where the examples are in its output.
+    """
+    _refuse_shared(use, layout, num_examples)
+    if tape.first_parameters is not None:
+        tape.first_parameters += parameters.values()
+    out, args = use.out, tuple(tensor.detach() for tensor in use.data)
+    call = BlackBoxCall(
+        name=f"{use.names[0]} {use.where}",
+        layer=Operation(use.recipe, {name: value.detach().clone() for name, value in parameters.items()}),
+        parameter_names={f"p{i}": name for i, name in enumerate(use.names)},
+        args=args,
+        kwargs={},
+        autocast=Autocast.current(out.device.type),
+        batch=tape.batch,
+        versions=versions_of(args),
+        random_state={},
+        fingerprints=(fingerprint(out),),
+        batch_axis=layout.axis,
+        example_of_row=layout.example_of_row(out, num_examples),
+    )
+    hook_gradient(out, tape.wait_for_gradient(call))
+
+
+def _refuse_shared(use: Use, layout: Layout, num_examples: int | None) -> None:
+    shape = tuple(use.out.shape)
+    rows = shape[layout.axis] if shape else 0
+    if shape and (num_examples is None or rows == num_examples or (layout.folded and rows % num_examples == 0)):
+        return
+    raise UnsupportedLayerError(
+        f"Parameter '{use.names[0]}' meets the data {use.where}, in a tensor of shape {shape}, in which the {num_examples} examples "
+        "cannot be found on the first axis. Fix: give it a row for each example, as in queries.expand(N, -1, -1), put the "
+        "operation into a small module of its own, or leave the parameter out with layers=."
+    )
 
 
 def is_in_place(function: Callable[..., Any]) -> bool:
@@ -123,3 +181,8 @@ def is_random_factory(function: Callable[..., Any]) -> bool:
 
 
 _RANDOM = frozenset({torch.rand, torch.randn, torch.randint, torch.normal, torch.randperm})
+
+
+def first_length(inputs: Any) -> int | None:
+    """The number of rows of the first tensor among a model's inputs."""
+    return next((len(tensor) for tensor in tensors_in(inputs) if tensor.dim()), None)

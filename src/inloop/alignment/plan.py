@@ -3,7 +3,7 @@
 A module that owns parameters and has a rule is recorded by itself. One that owns parameters and has no rule is a black
 box: it is recorded as one function, with everything below it (so parameters that it uses without calling their module,
 as MultiheadAttention does with its out_proj, are covered). If that would be most of the model, or mixes examples, its own parameters
-are followed to the operations that use them instead (``trace.py``), and what is below it is recorded by itself.
+are followed to the operations that use them instead (``follow.py``), and the modules below it are recorded by themselves.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,7 +16,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
-from inloop.alignment.black_box import BLACK_BOX
 from inloop.alignment.rules import Rule, rule_for
 from inloop.errors import UnsupportedLayerError, UsageError
 
@@ -25,18 +24,23 @@ LayerFilter = Iterable[str] | Callable[[str, nn.Module], bool]
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A module to be recorded: its place, its rule, and its parameters (name in the module -> name in the model).
+    """A module to be recorded.
 
     Attributes:
+        name: The place of the module in the model.
+        rule: How its calls are aligned; None if they are run again, with all that is below the module.
+        parameter_names: The parameters that its calls account for: name in the module -> name in the model.
         sequence_first: Whether its input and output are [positions, examples, ...], as torch's own modules say of themselves.
-        in_segment: Whether it is a part of a checkpointed module that is recorded as a whole.
+        inner: For a whole model, or a checkpointed part, that is run again layer by layer: the plan for these layers.
+        in_segment: Whether it is below a checkpointed module that is recorded as a whole.
     """
 
     name: str
     module: nn.Module
-    rule: Rule
+    rule: Rule | None
     parameter_names: Mapping[str, str]
     sequence_first: bool = False
+    inner: "Plan | None" = None
     in_segment: bool = False
 
     def batch_axis(self, output_index: int, output: Tensor) -> int:
@@ -50,12 +54,17 @@ class Site:
     def trainable(self) -> dict[str, str]:
         """Those of its parameters that are not frozen at the moment."""
         parameters = _parameters_of(self.module, self.rule)
-        if gone := self.parameter_names.keys() - parameters.keys():
-            raise UsageError(
-                f"The model has changed since recording began: '{self.name}' has no parameter '{min(gone)}' any more. Fix: make a new InLoop, or "
-                "recording, for the model as it is now."
-            )
-        return {local: name for local, name in self.parameter_names.items() if parameters[local].requires_grad}
+        trainable = {}
+        for local, name in self.parameter_names.items():
+            parameter = parameters.get(local)
+            if parameter is None:
+                raise UsageError(
+                    f"The model has changed since recording began: '{self.name}' has no parameter '{local}' any more. Fix: make a new "
+                    "InLoop, or recording, for the model as it is now."
+                )
+            if parameter.requires_grad:
+                trainable[local] = name
+        return trainable
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +104,9 @@ class Plan:
         return {name for site in self.sites for name in site.parameter_names.values()} | set(self.bare)
 
 
-def _parameters_of(module: nn.Module, rule: Rule) -> dict[str, nn.Parameter]:
-    """What is replayed answers for everything below it, a layer with a rule for its own parameters."""
-    if rule.replays:
-        return dict(module.named_parameters(remove_duplicate=False))
-    return {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+def _parameters_of(module: nn.Module, rule: Rule | None) -> Mapping[str, nn.Parameter | None]:
+    """A module without a rule accounts for everything below it, a layer with a rule for its own parameters."""
+    return dict(module.named_parameters(remove_duplicate=False)) if rule is None else module._parameters
 
 
 def canonical_names(model: nn.Module) -> dict[str, str]:
@@ -123,14 +130,15 @@ def make_plan(model: nn.Module, layers: LayerFilter | None = None, batchnorm_aff
     wanted = as_predicate(model, layers)
     sequence_first = {id(part) for module in model.modules() if _is_sequence_first(module) for part in module.modules()}
     sites, bare = [], {}
-    for name, module, rule in _owners(model):
+    for name, module, rule, is_followed in _owners(model):
         if not wanted(name, module) or (isinstance(module, _BatchNorm) and not batchnorm_affine):
             continue
         prefix = f"{name}." if name else ""
-        if rule is None:
+        if is_followed:
             bare.update({names[prefix + local]: value for local, value in _bare_parameters(module)})
             continue
-        of_site = {local: names[prefix + local] for local in _parameters_of(module, rule)}
+        own = _parameters_of(module, rule)
+        of_site = {local: names[prefix + local] for local, value in own.items() if value is not None}
         sites.append(Site(name, module, rule, of_site, id(module) in sequence_first))
     problems = [f"'{site.name}' ({type(site.module).__name__}): {why}" for site in sites if (why := _refusal(site))]
     if problems:
@@ -156,8 +164,8 @@ def _used_elsewhere(model: nn.Module, sites: list[Site], names: Mapping[str, str
     )
 
 
-def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, Rule | None]]:
-    """Walk the model from the top; below a black box there is nothing more to find. No rule: its own parameters are followed."""
+def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, Rule | None, bool]]:
+    """Walk the model from the top; below a black box there is nothing more to find. The last: whether its own parameters are followed."""
     half = _num_elements(model.parameters()) / 2
     seen: set[int] = set()
     waiting = [("", model)]
@@ -168,16 +176,16 @@ def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, Rule | None]]:
         seen.add(id(module))
         if isinstance(module, torch.jit.ScriptModule):
             if next(module.parameters(), None) is not None:
-                yield name, module, BLACK_BOX  # to be refused by name
+                yield name, module, None, False  # to be refused by name
             continue
         called = not _is_never_called(module)  # else its parent answers for what it holds
         if rule := rule_for(module) if called and _owns_parameters(module) else None:
-            yield name, module, rule
+            yield name, module, rule, False
         elif called and _owns_parameters(module) and not _is_followed(module, half):
-            yield name, module, BLACK_BOX
+            yield name, module, None, False
         else:
             if called and _owns_parameters(module):
-                yield name, module, None
+                yield name, module, None, True
             waiting.extend(
                 (f"{name}.{child_name}" if name else child_name, child)
                 for child_name, child in reversed(list(module.named_children()))
@@ -272,7 +280,7 @@ def as_predicate(model: nn.Module, layers: LayerFilter | None) -> Callable[[str,
         return layers
     chosen = [layers] if isinstance(layers, str) else list(layers)
     known = dict(model.named_modules())
-    owners = [name for name, _, rule in _owners(model) if rule is not None]
+    owners = [name for name, _, _, is_followed in _owners(model) if not is_followed]
     for choice in chosen:
         if choice not in known:
             close = get_close_matches(choice, known, n=1)

@@ -1,12 +1,12 @@
-"""Finding out where the examples are in each output, by trying: change their order at the entrance and see what moves.
+"""Finding out where the examples are in each output, by trying: exchange some examples at the entrance and see which rows change.
 
 Most models keep examples on the first axis. Some put them second, or fold them with positions into one axis; shapes alone cannot tell
-[T, N] from [N, T] where T = N, and nothing in a gradient can tell whose a row is. So once for a model, forward passes in evaluation
-mode are done on copies of it, which share nothing with it (a sharded model has none, and is run itself): twice as given, and with the examples moved on by one. Parameters are
-disturbed a little, so that a layer that starts at zero has an output, too. Under the right layout what belongs to an example has moved
-to the next. An output that is the same each time, but does not move along under any layout, belongs to no examples, or to them in
-another order, and is refused. Where nothing can be found out (the model cannot be run so, or is random in evaluation mode),
-examples are taken to be on the first axis, and the other checks remain; the former is said.
+[T, N] from [N, T] where T = N, and nothing in a gradient can tell whose a row is. So in the first step the model is run twice
+more, on twins that share its parameters (a sharded model has none, and is run itself): as given, and with half of the examples replaced by
+others of the batch. Both passes draw the same random numbers, in the mode that the model is in, but for BatchNorm, which mixes
+examples and is in evaluation mode here. Under the right layout only rows of replaced examples change. An output of which others
+change, too, belongs to no examples, or to them in another order, and is refused. Where nothing can be found out, examples are taken
+to be on the first axis, and the other checks remain: a model that cannot be run so (this is logged), or whose output is another each time.
 """
 
 import copy
@@ -21,15 +21,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map
 
-from inloop.alignment.call import tensors_in
-from inloop.alignment.layout import Layout, Layouts
+from inloop.alignment.call import Layout, Layouts, make_twin
+from inloop.alignment.follow import Watch
+from inloop.alignment.kept import tensors_in
+from inloop.alignment.operation import Use, first_length
 from inloop.alignment.plan import Plan
-from inloop.alignment.trace import Use, first_length
-from inloop.alignment.twin import MODULE_TABLES, remove_hooks
-from inloop.alignment.watch import Watch
 from inloop.distributed import gather_counts, is_sharded
 from inloop.errors import UnsupportedLayerError
 
@@ -43,104 +43,111 @@ _Seen = dict[tuple[str, int], _Sums]
 _KNOWN: "weakref.WeakKeyDictionary[nn.Module, dict[object, Layouts]]" = weakref.WeakKeyDictionary()
 
 
-def layouts_of(model: nn.Module, plan: Plan, inputs: Inputs) -> Layouts:
+def layouts_of(model: nn.Module, inputs: Inputs, plan: Plan) -> Layouts:
     """The layouts of all outputs that do not simply have examples on the first axis.
 
     Raises:
         UnsupportedLayerError: If the rows of an output are not the examples in their order.
     """
-    tensors = tensors_in(inputs)
     num_examples = first_length(inputs) or 0
     options = tuple(leaf for leaf in tree_leaves(inputs) if isinstance(leaf, bool | int | str))
-    kind = tuple(site.name for site in plan.sites), tuple(tensor.dim() for tensor in tensors), options
+    kind = tuple(site.name for site in plan.sites), tuple(tensor.dim() for tensor in tensors_in(inputs)), options
     known = _KNOWN.setdefault(model, {})
-    if kind in known:
-        return known[kind]
-    sharded = any(is_sharded(parameter) for parameter in model.parameters())
-    if min(gather_counts(num_examples) if sharded else (num_examples,)) < 2:  # nothing can move
-        return {}
-    known[kind] = _try(model, plan, inputs, num_examples, sharded)
+    if kind not in known:
+        sharded = any(is_sharded(parameter) for parameter in model.parameters())
+        if min(gather_counts(num_examples) if sharded else (num_examples,)) < 2:  # nothing can be exchanged
+            return {}
+        known[kind] = _try(model, plan, inputs, num_examples, sharded)
     return known[kind]
 
 
 def _try(model: nn.Module, plan: Plan, inputs: Inputs, num_examples: int, sharded: bool = False) -> Layouts:
+    outputs = _outputs_in_place if sharded else _outputs
+    order = torch.randperm(num_examples, generator=torch.Generator().manual_seed(0))
+    replaced_N = torch.zeros(num_examples, dtype=torch.bool)
+    replaced_N[order[: num_examples // 2]] = True
+    has_square = any(tensor.shape == (num_examples, num_examples) for tensor in tensors_in(inputs))
     try:
         with _nothing_outside_moves(model):
-            # No process has a whole sharded model, so that is tried itself, by all of them together.
-            sample, outputs = (model, _outputs_in_place) if sharded else (_disturbed(model), _outputs)
-            before, again = (outputs(sample, plan, _copied(inputs), seed) for seed in range(2))
-            moved = [
-                outputs(sample, plan, _moved(_copied(inputs), num_examples, squares), 0) for squares in (True, False)
-            ]
-    except Exception as error:  # whatever a user's model may raise when it is copied or called like this
+            before = outputs(model, plan, _copied(inputs))
+            found, lost = _find(before, outputs(model, plan, _exchanged(inputs, replaced_N)), replaced_N)
+            if lost and has_square:  # which may be a mask over positions, and must stay as it is
+                found, lost = _find(before, outputs(model, plan, _exchanged(inputs, replaced_N, False)), replaced_N)
+            if lost:
+                again = outputs(model, plan, _copied(inputs))
+                lost = [key for key in lost if _changes(before[key], again.get(key, [])) <= 1]  # else it is random
+    except Exception as error:  # whatever a user's model may raise when it is called like this
         log.warning(
-            "where the examples are in the outputs of the model's layers could not be found out (%s: %s); they are taken to be on the first axis. "
-            "If they are not everywhere, rewards are wrong: inloop.check compares them with brute force",
+            "inloop: could not find out where the examples are in the outputs of the model's layers (%s: %s). They are taken to be on the "
+            "first axis; if they are not, rewards are wrong. inloop.check compares them with brute force",
             type(error).__name__,
             str(error).split("\n")[0],
         )
         return {}
-    # A square tensor may be a mask over positions, which must stay as it is.
-    found, lost = min((_find(before, again, after, num_examples) for after in moved), key=lambda result: len(result[1]))
     if lost:
-        name, shape = lost[0]
+        shape = tuple(before[lost[0]][0][0])
         raise UnsupportedLayerError(
-            f"When the examples of the batch change places, the rows of '{name}', of shape {tuple(shape)}, do not move along: they are not the "
-            f"{num_examples} examples in their order, or examples depend on each other or on their place. Whose a row is cannot be told. "
-            "Fix: give the layer a row for each example, in order (sort and route outside of the model), pass the batch as the model's first "
-            "tensor, which is where the examples are counted, or leave the layer out with layers=."
+            f"When some examples of the batch are exchanged, other rows of '{lost[0][0]}', of shape {shape}, change than theirs: the rows are "
+            f"not the {num_examples} examples in their order, or examples depend on each other or on their place. Whose a row is cannot be "
+            "told. Fix: give the layer a row for each example, in order (sort and route outside of the model), pass the batch as the "
+            "model's first tensor, which is where the examples are counted, or leave the layer out with layers=."
         )
     return found
 
 
 def _find(
-    before: _Seen, again: _Seen, after: _Seen, num_examples: int
-) -> tuple[dict[tuple[str, int], Layout], list[tuple[str, torch.Size]]]:
-    """Layouts other than the usual, and the names and shapes of outputs that have none."""
+    before: _Seen, after: _Seen, replaced_N: Tensor
+) -> tuple[dict[tuple[str, int], Layout], list[tuple[str, int]]]:
+    """Layouts other than the usual, and the outputs that have none."""
     found, lost = {}, []
     for key, calls in before.items():
-        if key not in again or key not in after or _misfit(Layout(), calls, again[key], 0) > 1:
-            continue  # random
-        fits = {one: _misfit(one, calls, after[key], 1, num_examples) for one in _candidates(calls, num_examples)}
-        if not fits:  # no axis can count the examples; other checks say so, and better
+        candidates = _candidates(calls[0][0], len(replaced_N))
+        if not candidates:  # no axis can count the examples; other checks say so, and better
             continue
-        best = min(fits, key=lambda one: fits[one])
-        if fits[best] > 1:
+        fits = [one for one in candidates if _changes(calls, after.get(key, []), one, replaced_N) <= 1]
+        if not fits:
             if all(requires_grad for *_, requires_grad in calls):
-                lost.append((key[0], calls[0][0]))
-        elif fits.get(Layout(), 2.0) > 1 or (best != Layout() and fits[best] < 0.1 * fits[Layout()]):
-            found[key] = best
+                lost.append(key)
+        elif fits[0] != Layout():
+            found[key] = fits[0]
     return found, lost
 
 
-def _candidates(calls: _Sums, num_examples: int) -> list[Layout]:
-    shape = calls[0][0]
+def _candidates(shape: torch.Size, num_examples: int) -> list[Layout]:
+    """In the order of preference."""
     found = [Layout(axis) for axis in (0, 1) if len(shape) > axis and shape[axis] == num_examples]
     if shape and shape[0] != num_examples and shape[0] % num_examples == 0:
         found += [Layout(0, folded=True), Layout(0, folded=True, positions_first=True)]
     return found
 
 
-def _misfit(layout: Layout, before: _Sums, after: _Sums, by: int, num_examples: int = 1) -> float:
-    """How far the calls after are from those before with examples moved; up to 1 is rounding."""
+def _changes(before: _Sums, after: _Sums, layout: Layout | None = None, replaced_N: Tensor | None = None) -> float:
+    """How far rows have changed that belong to no replaced example; up to 1 is rounding. Without a layout all rows count."""
     if len(before) != len(after):
         return float("inf")
     worst = 0.0
     for (shape, rounding, sums, _), (shape_after, _, sums_after, _) in zip(before, after, strict=True):
-        rows, rows_after = sums.get(layout.axis), sums_after.get(layout.axis)
-        if rows is None or rows_after is None or shape != shape_after or len(rows) % num_examples:
+        axis = 0 if layout is None else layout.axis
+        rows, rows_after = sums.get(axis), sums_after.get(axis)
+        if shape != shape_after or rows is None or rows_after is None:
             return 0.0 if rows is None and shape == shape_after else float("inf")
-        if layout.positions_first:
-            expected = rows.view(-1, num_examples, 2).roll(by, 1).reshape(-1, 2)
-        else:
-            expected = rows.view(num_examples, -1, 2).roll(by, 0).reshape(-1, 2)
+        kept = slice(None) if layout is None else ~_rows_of(layout, len(rows), replaced_N)
         spread = float((rows - rows.mean(dim=0)).abs().max()) if len(rows) else 0.0
-        difference = float((rows_after - expected).abs().max()) if len(rows) else 0.0
-        worst = max(worst, difference / (1e-3 * spread + rounding))
+        changed = (rows_after - rows)[kept].abs()
+        worst = max(worst, float(changed.max()) / (1e-3 * spread + rounding) if changed.numel() else 0.0)
     return worst
 
 
-# ---------------------------------------------------------------- passes of copies
+def _rows_of(layout: Layout, num_rows: int, examples_N: Tensor | None) -> Tensor:
+    """The rows that belong to the given examples."""
+    assert examples_N is not None
+    if len(examples_N) == num_rows:
+        return examples_N
+    fold = num_rows // len(examples_N)
+    return examples_N.repeat(fold) if layout.positions_first else examples_N.repeat_interleave(fold)
+
+
+# ---------------------------------------------------------------- passes
 
 
 @contextmanager
@@ -156,47 +163,10 @@ def _nothing_outside_moves(model: nn.Module) -> Iterator[None]:
         np.random.set_state(numpy_state)  # noqa: NPY002
 
 
-class _Uncompiled(nn.Module):
-    """What ``torch.compile`` was given, with its parameters under the names that they have in the compiled model."""
-
-    def __init__(self, compiled: nn.Module) -> None:
-        super().__init__()
-        self._orig_mod = compiled.get_submodule("_orig_mod")
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._orig_mod(*args, **kwargs)
-
-
-def _copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """A copy with buffers and attributes of its own, but for attributes that cannot be copied (locks, iterators, what an earlier pass left)."""
-    try:
-        return copy.deepcopy(model, dict(memo))
-    except Exception:  # of whatever a user's module may hold
-        own = [value for part in model.modules() for name, value in vars(part).items() if name not in MODULE_TABLES]
-        return copy.deepcopy(model, memo | {id(value): value for value in own if not _can_be_copied(value, memo)})
-
-
-def _can_be_copied(value: Any, memo: dict[int, Any]) -> bool:
-    try:
-        copy.deepcopy(value, dict(memo))
-    except Exception:
-        return False
-    return True
-
-
-def _disturbed(model: nn.Module) -> nn.Module:
-    """A copy in evaluation mode, without hooks, with other parameters."""
-    sample = _copy(_Uncompiled(model) if hasattr(model, "_orig_mod") else model, {})
-    remove_hooks(sample)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in sample.parameters():
-            if parameter.is_floating_point():
-                noise = torch.randn(parameter.shape, generator=generator).to(parameter)
-                parameter.add_(noise * (0.1 * float(parameter.float().abs().mean()) + 0.02))
-    for module in sample.modules():
-        module.training = False
-    return sample
+def _seed() -> None:
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002
 
 
 def _copied(inputs: Inputs) -> Inputs:
@@ -204,38 +174,64 @@ def _copied(inputs: Inputs) -> Inputs:
     return args, kwargs
 
 
-def _moved(inputs: Inputs, num_examples: int, squares: bool) -> Inputs:
-    def move(value: Any) -> Any:
+def _exchanged(inputs: Inputs, replaced_N: Tensor, squares: bool = True) -> Inputs:
+    """A copy in which the replaced examples are those before them in the batch."""
+    num_examples = len(replaced_N)
+
+    def exchange(value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.dim() or len(value) != num_examples:
             return value
-        return value if value.shape == (num_examples, num_examples) and not squares else value.roll(1, 0)
+        if value.shape == (num_examples, num_examples) and not squares:
+            return value
+        rows = replaced_N.to(value.device).view(-1, *[1] * (value.dim() - 1))
+        return torch.where(rows, value.roll(1, 0), value)
 
-    args, kwargs = tree_map(move, inputs)
+    args, kwargs = tree_map(exchange, _copied(inputs))
     return args, kwargs
 
 
-def _outputs(sample: nn.Module, plan: Plan, inputs: Inputs, seed: int) -> _Seen:
-    """The outputs of every recorded module and operation of a copy of ``sample``."""
-    model = _copy(sample, {id(parameter): parameter for parameter in sample.parameters()})
-    sites = tuple(replace(site, module=model.get_submodule(site.name)) for site in plan.sites)
+def _sample(model: nn.Module) -> nn.Module:
+    """A twin with the model's own parameters, but for those that are zero: a layer that starts at zero would show nothing."""
+    generator = torch.Generator().manual_seed(0)
+    parameters = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        value = parameter.detach()
+        if value.is_floating_point() and not bool(value.any()):
+            value = (0.02 * torch.randn(value.shape, generator=generator)).to(value)
+        parameters[name] = value.requires_grad_(parameter.requires_grad)
+    twin = make_twin(model, parameters)
+    for module in twin.modules():
+        if isinstance(module, _BatchNorm):
+            module.training = False
+    return twin
+
+
+def _outputs(model: nn.Module, plan: Plan, inputs: Inputs) -> _Seen:
+    """The outputs of every recorded module and operation of a twin of the model."""
+    twin = _sample(model)
+    sites = tuple(replace(site, module=twin.get_submodule(site.name)) for site in plan.sites)
     seen: _Seen = {}
     watch = Watch(
-        model, replace(plan, sites=sites), lambda: True, lambda use, parameters, key: _keep_use(seen, use, key)
+        twin, replace(plan, sites=sites), lambda: True, lambda use, parameters, key: _keep_use(seen, use, key)
     )
     for site in sites:
         site.module.register_forward_hook(_keep(seen, site.name, watch), prepend=True)
-    torch.manual_seed(seed)  # another one shows what is random
+    _seed()
     try:
         # With hooks of its own for what autograd saves: the model may run in a checkpoint, which counts that.
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_nothing, _nothing):
-            model(*inputs[0], **inputs[1])
+            twin(*inputs[0], **inputs[1])
     finally:
         watch.leave_model(entirely=True)
-        remove_hooks(model)  # which know the watch, which knows the model: without them all is let go at once
+        for (
+            module
+        ) in twin.modules():  # hooks know the watch, which knows the twin: without them all is released at once
+            module._forward_hooks.clear()
+            module._forward_pre_hooks.clear()
     return seen
 
 
-def _outputs_in_place(model: nn.Module, plan: Plan, inputs: Inputs, seed: int) -> _Seen:
+def _outputs_in_place(model: nn.Module, plan: Plan, inputs: Inputs) -> _Seen:
     """The outputs of every recorded module of the model itself, in evaluation mode, without gradients."""
     seen: _Seen = {}
     modes = [(module, module.training) for module in model.modules()]
@@ -244,7 +240,7 @@ def _outputs_in_place(model: nn.Module, plan: Plan, inputs: Inputs, seed: int) -
         for site in plan.sites
         if site.trainable()
     ]
-    torch.manual_seed(seed)
+    _seed()
     try:
         for module, _ in modes:
             module.training = False
@@ -259,7 +255,7 @@ def _outputs_in_place(model: nn.Module, plan: Plan, inputs: Inputs, seed: int) -
 
 
 def _nothing(value: Any) -> Any:
-    """What is kept for a backward pass that will not come."""
+    """Stands for a tensor that is saved for a backward pass that will not come."""
 
 
 def _keep(seen: _Seen, name: str, watch: Watch | None) -> Callable[[nn.Module, Any, Any], None]:
@@ -288,8 +284,8 @@ def _keep_output(seen: _Seen, key: tuple[str, int], out: Tensor, has_gradient: b
 
 
 def _sums(out: Tensor, axis: int) -> Tensor:
-    """Two numbers for each place on the axis, [places, 2]."""
+    """Two numbers for each place on the axis, [places, 2], in main memory."""
     rows = out.double().movedim(axis, 0)
     rows = rows.flatten(1) if rows.dim() > 1 else rows.unsqueeze(1)
     weights = torch.linspace(1, 2, rows.shape[1], dtype=rows.dtype, device=rows.device)
-    return torch.stack([rows @ weights, rows.abs() @ weights], dim=1)
+    return torch.stack([rows @ weights, rows.abs() @ weights], dim=1).cpu()

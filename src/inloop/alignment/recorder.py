@@ -1,39 +1,59 @@
-"""Recording: forward hooks that put a hook on each layer's output, which writes to a tape when the gradient arrives.
+"""Recording: after each layer's forward pass a hook waits for the gradient of its output, and writes the call to a tape.
 
-The tape holds what waits for its gradient, and lets go of it when it is closed. So a forward pass under ``no_grad`` leaves nothing, one that is
-never differentiated nothing beyond its step, and an in-place activation after the layer does no harm.
-Nothing is written on the user's modules; hooks in a copy of the model do nothing.
+A forward pass under ``no_grad`` leaves nothing, and outside of a step hooks do nothing. Nothing is written on the user's modules;
+hooks in a copy of the model do nothing.
 """
 
-import logging
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
+from inloop.alignment.black_box import BeforeCall, BlackBoxCall, RunAgain, fingerprint, random_state
+from inloop.alignment.call import (
+    PLAIN,
+    Autocast,
+    LayerCall,
+    Layout,
+    Layouts,
+    Recorded,
+    detached,
+    make_twin,
+    original_type,
+    reparametrizing_hooks,
+)
 from inloop.alignment.early import EarlyAlignment
-from inloop.alignment.hook import not_compiled, remove_all
-from inloop.alignment.layer_hooks import AfterForward, BeforeForward
-from inloop.alignment.layout import Layout, Layouts
+from inloop.alignment.follow import Watch
+from inloop.alignment.hooks import NODES, Exchange, Fused, Hook, Identity, hook_gradient, not_compiled, remove_all
+from inloop.alignment.kept import tensors_in, versions_of
+from inloop.alignment.operation import Use, record_use
 from inloop.alignment.plan import Plan, Site
 from inloop.alignment.probe import layouts_of
-from inloop.alignment.recorded_use import record_use
-from inloop.alignment.spare import Spare
 from inloop.alignment.tape import Reduction, Retention, Tape
-from inloop.alignment.trace import Use
-from inloop.alignment.twin import reparametrizing_hooks
-from inloop.alignment.watch import Watch
-from inloop.distributed import is_distributed
+from inloop.distributed import is_sharded
+from inloop.errors import UnsupportedLayerError
 
-log = logging.getLogger("inloop")
+MakeModelCall = Callable[[Site], Callable[..., RunAgain]]
 
 
 class Recorder:
     """The hooks on one model, and the tape that they write to at the moment (None: they do nothing).
 
+    Args:
+        make_model_call: Of a site with an inner plan: makes its calls (``replay.py``).
+        layouts: Where the examples are in the outputs, if that is known.
+
     Attributes:
-        early: An older tape's alignment with the gradients that are being formed; None if there is none.
-        gave_up: Whether the last tape was given up.
+        early: Hears of every gradient that arrives; None if there is nobody to hear.
     """
 
     def __init__(
@@ -43,46 +63,53 @@ class Recorder:
         *,
         copy_inputs: bool = False,
         retain: Retention = "exact",
+        make_model_call: MakeModelCall | None = None,
         layouts: Layouts | None = None,
     ) -> None:
         self.copy_inputs = copy_inputs
         self.retain: Retention = retain
         self.tape: Tape | None = None
-        self.gave_up = False
         self.early: EarlyAlignment | None = None
         self.plan = plan
-        self._spare = Spare()
-        self._watch: Watch | None = None
+        self._make_model_call = make_model_call
         self._layouts: Layouts = layouts or {}
+        self._watch: Watch | None = None
         handles: list[RemovableHandle] = []
         # A recorder that is simply forgotten takes its hooks along: they know it only weakly.
         self.remove_hooks = weakref.finalize(self, remove_all, handles)
-        for site in self.plan.sites:
-            before, after = BeforeForward(self, site), AfterForward(self, site)
-            if site.rule.replays:
+        for site in plan.sites:
+            runs_again = site.rule is None
+            if runs_again:
                 # Before a hook that is part of the computation, after the user's others, which may draw random numbers.
-                first = bool(reparametrizing_hooks(site.module))
+                first, before = bool(reparametrizing_hooks(site.module)), BeforeForward(self, site)
                 handles.append(site.module.register_forward_pre_hook(before, prepend=first, with_kwargs=True))
             # First in line, to see the layer's own output and not what the user's hooks make of it; after an exception, too,
-            # to forget what was kept for a black box.
-            always = site.rule.replays
-            handles.append(site.module.register_forward_hook(after, prepend=True, with_kwargs=True, always_call=always))
+            # to forget what was kept of a module that will be run again.
+            after = AfterForward(self, site)
+            handle = site.module.register_forward_hook(after, prepend=True, with_kwargs=True, always_call=runs_again)
+            handles.append(handle)
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                handle = parameter.register_post_accumulate_grad_hook(_AfterGradient(self, name))
-                handles.append(handle)
-
-        if not any(site.rule.visit_layers and not site.name for site in plan.sites):  # the whole model is done again
+                handles.append(parameter.register_post_accumulate_grad_hook(_AfterGradient(self, name)))
+        if not any(
+            site.inner is not None and not site.name for site in plan.sites
+        ):  # else the whole model is run again
             # Until a step has shown that there is no need for it.
+            find = None if layouts is not None else partial(layouts_of, plan=plan)
             operations = _Operations(self)
-            find = None if layouts is not None else lambda model, inputs: layouts_of(model, plan, inputs)
             self._watch = Watch(model, plan, operations.are_recorded, operations.record, find)
             self._watch.layouts = self._layouts
             handles.extend(self._watch.handles)
 
+    def make_model_call(self, site: Site) -> Callable[..., RunAgain]:
+        assert self._make_model_call is not None
+        return self._make_model_call(site)
+
     def layout(self, site: Site, index: int, output: Tensor) -> Layout:
         """Where the examples are in an output: as was found by trying, or as the module says of itself."""
-        return self.layouts.get((site.name, index)) or Layout(site.batch_axis(index, output))
+        found = self.layouts.get((site.name, index))
+        axis = site.batch_axis(index, output) if found is None and (index or site.sequence_first) else 0
+        return found or (Layout(axis) if axis else PLAIN)
 
     @property
     def layouts(self) -> Layouts:
@@ -98,37 +125,35 @@ class Recorder:
         """Whether operations are recorded at the moment, in place of the layer that is running."""
         return self._watch is not None and self._watch.follows_operations
 
-    def start(self, reduction: Reduction, expect_one_pass: bool = False) -> Tape:
+    def start(self, reduction: Reduction) -> Tape:
         """Let a new tape record from here on."""
         self.stop()
-        self.gave_up = False
-        self.tape = Tape(self.plan, reduction, self.retain, expect_one_pass, self._spare)
+        one_pass = self.early is not None and self.early.state == "on"
+        self.tape = Tape(self.plan, reduction, self.retain, expect_one_pass=one_pass)
         return self.tape
 
     def stop(self) -> None:
         """Record nothing more on the current tape, also of backward passes still to come."""
+        watch = self._watch
         if self.tape is not None:
             self.tape.close()
-            if self._watch is not None and self.tape.calls and not self._watch.is_needed:
-                self._layouts = self._watch.layouts
-                remove_all(self._watch.handles)
+            if watch is not None and self.tape.calls and not watch.is_needed:
+                self._layouts = watch.layouts
+                remove_all(watch.handles)
                 self._watch = None
         self.tape = None
-        if self._watch is not None:
-            self._watch.leave_model(entirely=True)  # after an interrupt, to which hooks do not answer
-        self._spare.clear()
+        if watch is not None:
+            watch.leave_model(entirely=True)  # after an interrupt, to which hooks do not answer
 
-    def give_up(self) -> None:
-        """A parameter was changed between two backward passes of what should be one step: none of it can be relied on, nor need it be kept."""
-        log.warning(
-            "the model's parameters were changed between two backward passes of what is recorded as one step; it is given up. Fix: with a learner, call "
-            "learner.step(loss) before each optimizer.step(), and learner.close() when it is not needed any more (it records again from the next "
-            "learner.sample on); with capture, record one step at a time"
-        )
-        if self.tape is not None:
-            self.tape.calls.clear()
-        self.stop()
-        self.gave_up = True
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Passes in this block leave no trace."""
+        tape, early = self.tape, self.early
+        self.tape = self.early = None
+        try:
+            yield
+        finally:
+            self.tape, self.early = tape, early
 
     def remove(self) -> None:
         self.stop()
@@ -136,26 +161,22 @@ class Recorder:
         self.remove_hooks()
 
 
-class _AfterGradient:
-    """Tells what is recorded, and what is aligned early, that a backward pass is done with a parameter."""
+class _AfterGradient(Hook[Recorder]):
+    """Tells the tape, and the alignment of the step before, that a backward pass is done with a parameter."""
 
     def __init__(self, recorder: Recorder, name: str) -> None:
-        self.recorder = weakref.ref(recorder)
+        super().__init__(recorder)
         self.name = name
 
     @not_compiled
     def __call__(self, parameter: Tensor) -> None:
-        recorder = self.recorder()
+        recorder = self.owner()
         if recorder is None:
             return
         if recorder.early is not None and parameter.grad is not None:
             recorder.early.gradient_arrived(self.name, parameter.grad)
         if recorder.tape is not None:
-            if recorder.tape.moved_between_passes(self.name, parameter) and not is_distributed():
-                recorder.give_up()  # (several processes might see it differently)
-                return
-            recorder.tape.passes[self.name] += 1
-            recorder.tape.settle()
+            recorder.tape.note_gradient(self.name, parameter.grad)
 
 
 class _Operations:
@@ -171,5 +192,267 @@ class _Operations:
     def record(self, use: Use, parameters: dict[str, Tensor], key: tuple[str, int]) -> None:
         recorder = self._recorder()
         if recorder is not None and recorder.tape is not None:
-            layout = recorder.layouts.get(key, Layout())
+            layout = recorder.layouts.get(key, PLAIN)
             record_use(recorder.tape, use, parameters, layout, recorder.num_examples)
+
+
+class _LayerHook(Hook["Recorder"]):
+    def __init__(self, recorder: "Recorder", site: Site) -> None:
+        super().__init__(recorder)
+        self.site = site
+
+    def recorder(self) -> "Recorder | None":
+        """The owner, if this pass is recorded."""
+        recorder = self.owner()
+        if recorder is None or recorder.tape is None or not torch.is_grad_enabled() or recorder.follows_operations:
+            return None
+        if self.site.in_segment and torch._C._current_graph_task_id() != -1:
+            return None  # a checkpoint within the segment is run again; the segment accounts for it
+        return recorder
+
+
+class BeforeForward(_LayerHook):
+    """Keeps, of a module that will be run again, the state that its forward pass may change: parameters, buffers, random state."""
+
+    @not_compiled
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        recorder, site = self.recorder(), self.site
+        if recorder is None or recorder.tape is None or not site.trainable():
+            return
+        running = recorder.tape.running
+        if site.name in running:
+            raise UnsupportedLayerError(
+                f"'{site.name}' ({type(module).__name__}) calls itself in its own forward pass, so it cannot be run again. "
+                "Fix: split the recursion into separate modules, or leave it out with layers=."
+            )
+        if running:  # below another module that is run again, which accounts for it
+            return
+        if site.inner is None:
+            self._refuse_parts(module)
+        # The parameters of a whole model are copied when the step is over: the copies of the step before are not needed any more then.
+        copied = site.inner is None
+        named = module.named_parameters(remove_duplicate=False)
+        parameters = {name: value.detach().clone() if copied else value.detach() for name, value in named}
+        device = next(iter(parameters.values())).device
+        twin = make_twin(module, parameters)
+        running[site.name] = BeforeCall(twin, random_state(device), versions_of((args, kwargs)))
+
+    def _refuse_parts(self, module: nn.Module) -> None:
+        """Modules below it that one function of the examples cannot have."""
+        name, kind = self.site.name, original_type(module).__name__
+        coupled = [n for n, child in module.named_modules() if n and isinstance(child, _BatchNorm) and child.training]
+        if coupled:
+            raise UnsupportedLayerError(
+                f"'{name}' ({kind}) owns parameters directly, so it is aligned as a whole, but it contains BatchNorm in training mode "
+                f"('{coupled[0]}'), which mixes its examples. Fix: move the parameters into a small module of their own, put BatchNorm "
+                "in eval mode, or leave the module out with layers=."
+            )
+        if any(is_sharded(parameter) for parameter in module.parameters()):
+            raise UnsupportedLayerError(
+                f"'{name}' ({kind}) has no rule, so it is run again as a whole, but parts of it are sharded by themselves. Fix: call "
+                "fully_shard on it, not on parts of it, register a rule, or leave it out with layers=."
+            )
+
+
+class AfterForward(_LayerHook):
+    """Waits for the gradient of the layer's output."""
+
+    def __init__(self, recorder: "Recorder", site: Site) -> None:
+        super().__init__(recorder, site)
+        self._shapes: dict[str, Tensor | None] = {}
+        self._batched_dims: set[int] = set()
+        self._fused: dict[object, bool] = {}
+
+    @not_compiled
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
+        """``rest`` is (kwargs, output), or the output alone from code that was compiled before there were hooks."""
+        kwargs, output = rest if len(rest) == 2 else ({}, *rest)
+        recorder, site = self.recorder(), self.site
+        if recorder is None or recorder.tape is None:
+            return None
+        tape = recorder.tape
+        state = tape.running.pop(site.name, None) if site.rule is None else None
+        if tape.running or (site.rule is None and state is None) or output is None:
+            return None  # below another module that is run again, frozen, or left by an exception
+        if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+            return None  # of which hooks see other tensors; the check for unseen uses refuses the parameters
+        self._refuse_foreign_parameters(module)
+        trainable = site.trainable()
+        outputs = [output] if type(output) is Tensor else tensors_in(output)
+        if trainable and not outputs:
+            raise UnsupportedLayerError(
+                f"'{site.name}' ({type(module).__name__}) returned a {type(output).__name__}, in which no tensor can be seen. "
+                "Fix: return tensors in tuples, lists or dicts, or leave it out with layers=."
+            )
+        if not trainable or not any([out.requires_grad for out in outputs]):
+            return None
+        self._refuse_unbatched(module, args, kwargs)
+        if state is not None:
+            return self._wait_to_run_again(recorder, module, (args, kwargs), output, trainable, state)
+        call = self._layer_call(recorder, module, (args, kwargs), outputs[0], trainable)
+        layout = PLAIN if len(outputs) > 1 else recorder.layout(site, 0, outputs[0])
+        if tape.fuses and layout is PLAIN and len(outputs) == 1 and self._can_fuse(call, module, args, output):
+            form = call.rule.per_example
+            assert form is not None
+            exchange = Exchange(tape.wait_for_gradient(call, fused=True), output, call.layer, form.backward)
+            return Fused.apply(exchange, args[0], module.weight, module.bias)  # type: ignore[no-untyped-call]
+        for index, out in enumerate(outputs):
+            if out.requires_grad:
+                hook_gradient(out, tape.wait_for_gradient(self._placed(recorder, call, index, out, args)))
+        return None
+
+    def _layer_call(
+        self, recorder: "Recorder", module: nn.Module, inputs: Any, output: Tensor, trainable: dict[str, str]
+    ) -> LayerCall:
+        tape, rule = recorder.tape, self.site.rule
+        assert tape is not None and rule is not None
+        args, kwargs = inputs
+        if tape.first_parameters is not None and not any([t.grad_fn is not None for t in tensors_in(inputs)]):
+            tape.first_parameters += [p for p in module.parameters() if p.requires_grad]
+        args, kwargs = detached(args, recorder.copy_inputs), detached(kwargs, recorder.copy_inputs) if kwargs else {}
+        return LayerCall(
+            name=self.site.name,
+            layer=make_twin(module, self._parameters_to_keep(module)),
+            rule=rule,
+            parameter_names=trainable,
+            args=args,
+            kwargs=kwargs,
+            autocast=Autocast.current(output.device.type),
+            batch=tape.batch,
+            versions=versions_of((args, kwargs)) if kwargs else versions_of(args),
+        )
+
+    def _parameters_to_keep(self, module: nn.Module) -> Any:
+        """Copies of the parameters of step t or, for rules that have no use for them, their shapes and types without values."""
+        rule = self.site.rule
+        if rule is not None and rule.keeps_parameters:
+            return {name: None if p is None else p.detach().clone() for name, p in module._parameters.items()}
+        for name, p in module._parameters.items():
+            known = self._shapes.get(name)
+            if p is not None and (known is None or known.dtype is not p.dtype or known.shape != p.shape):
+                self._shapes[name] = torch.empty_like(p, device="meta", requires_grad=False)
+        return self._shapes
+
+    def _placed(self, recorder: "Recorder", call: Recorded, index: int, out: Tensor, args: Any) -> Any:
+        """The call of one output, with the place of the examples in it."""
+        layout = recorder.layout(self.site, index, out)
+        whose = layout.example_of_row(out, recorder.num_examples) if layout is not PLAIN and out.dim() else None
+        if index == 0 and type(args) is tuple and not all([type(value) is Tensor for value in args]):
+            packed = _example_of_row(args)
+            whose = whose if packed is None else packed
+        return call if layout is PLAIN and index == 0 and whose is None else call.placed(index, layout.axis, whose)
+
+    def _can_fuse(self, call: LayerCall, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> bool:
+        """Whether the graph node of this call may be exchanged, and should be."""
+        form = call.rule.per_example
+        if form is None or form.backward is None or len(args) != 1 or type(args[0]) is not Tensor:
+            return False
+        x = args[0]
+        key = x.shape, x.dtype, output.shape, output.dtype, tuple(call.parameter_names), call.autocast
+        if key not in self._fused:
+            parameters = [value for value in module._parameters.values() if value is not None]
+            alike = all(value.dtype == output.dtype and value.device == output.device for value in (*parameters, x))
+            trial = call.with_gradient(output.detach())
+            self._fused[key] = alike and form.is_worthwhile(trial, fused=True)
+        # Another learner, or a user, may wait for the gradient of this output, or have exchanged its node already.
+        return self._fused[key] and not output._backward_hooks and not isinstance(output.grad_fn, NODES)
+
+    def _wait_to_run_again(
+        self,
+        recorder: "Recorder",
+        module: nn.Module,
+        inputs: tuple[tuple[Any, ...], dict[str, Any]],
+        output: Any,
+        trainable: dict[str, str],
+        state: BeforeCall,
+    ) -> Any:
+        """Returns what takes the place of the output: behind a node each tensor has only the gradient of its users."""
+        tape, site = recorder.tape, self.site
+        assert tape is not None
+        if versions_of(inputs) != state.versions:
+            raise UnsupportedLayerError(
+                f"'{site.name}' ({type(module).__name__}) changes its input in place, so it cannot be run again. Fix: work on a "
+                "copy of the input, or leave the module out with layers=."
+            )
+        if tape.first_parameters is not None and not any([t.grad_fn is not None for t in tensors_in(inputs)]):
+            tape.first_parameters += [p for p in module.parameters() if p.requires_grad]
+        outputs = tensors_in(output)
+        args, kwargs = detached(inputs, recorder.copy_inputs)
+        make = BlackBoxCall if site.inner is None else recorder.make_model_call(site)
+        call = make(
+            name=site.name,
+            layer=state.layer,
+            parameter_names=trainable,
+            args=args,
+            kwargs=kwargs,
+            autocast=Autocast.current(outputs[0].device.type),
+            batch=tape.batch,
+            versions=versions_of((args, kwargs)),
+            random_state=state.drawn_from(),
+            fingerprints=tuple([fingerprint(out) for out in outputs]),
+        )
+        places = iter(range(len(outputs)))
+        stored = {t.untyped_storage().data_ptr() for t in tensors_in(inputs) if t.numel() and not t.is_sparse}
+
+        def exchange(out: Tensor) -> Tensor:
+            index = next(places)
+            if not out.requires_grad:
+                return out
+            waiting = tape.wait_for_gradient(self._placed(recorder, call, index, out, inputs[0]))
+            if out.untyped_storage().data_ptr() in stored:
+                out = (
+                    out.clone()
+                )  # a view of the input: changed in place, it would change the input without autograd's knowledge
+            exchanged: Tensor = Identity.apply(Exchange(waiting, out, state.layer), out)  # type: ignore[no-untyped-call]
+            return exchanged
+
+        return tree_map_only(Tensor, exchange, output)
+
+    def _refuse_foreign_parameters(self, module: nn.Module) -> None:
+        for value in module._parameters.values():
+            if value is None or type(value) is nn.Parameter:
+                continue
+            if value.grad_fn is not None:
+                raise UnsupportedLayerError(
+                    f"'{self.site.name}' ({type(module).__name__}) was called with other tensors in place of its parameters "
+                    "(functional_call), so what it contributes to their gradients cannot be told. Fix: call the operation with these "
+                    "tensors (torch.nn.functional), or leave the layer out with layers=."
+                )
+            if is_sharded(value):
+                raise UnsupportedLayerError(
+                    f"'{self.site.name}' ({original_type(module).__name__}) computes with parameters that are divided among processes "
+                    "(tensor parallelism), which is not supported. Fix: shard with fully_shard, or leave it out with layers=."
+                )
+
+    def _refuse_unbatched(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if args and type(args[0]) is Tensor and args[0].dim() in self._batched_dims:
+            return
+        tensors = tensors_in((args, kwargs))
+        if not tensors:
+            raise UnsupportedLayerError(
+                f"'{self.site.name}' ({type(module).__name__}) was called without a tensor, so its output is shared by all examples. "
+                "Fix: pass it the batch and return a row for each example (expand), or leave it out with layers=."
+            )
+        rule = self.site.rule
+        dims = 0 if rule is None else rule.example_dims(module)
+        dims += 2 if isinstance(module, (nn.RNNBase, nn.MultiheadAttention)) else 0
+        packed = any(isinstance(value, PackedSequence) for value in args)
+        if isinstance(module, nn.RNNBase) and packed:
+            return
+        if packed or (tensors[0].dim() <= dims and not (rule is None and dims == 0)):
+            got = "a packed sequence" if packed else f"an input of shape {tuple(tensors[0].shape)}"
+            raise UnsupportedLayerError(
+                f"'{self.site.name}' ({type(module).__name__}) was called with {got}; one axis more than the {dims} of a single "
+                "example is needed, examples first. Fix: pass a padded batch, x.unsqueeze(0) for a single example."
+            )
+        if args and args[0] is tensors[0]:
+            self._batched_dims.add(args[0].dim())
+
+
+def _example_of_row(inputs: tuple[Any, ...]) -> Tensor | None:
+    """Which example each row of a packed sequence belongs to: at every position come those that are long enough, longest first."""
+    packed = next((value for value in inputs if isinstance(value, PackedSequence)), None)
+    if packed is None:
+        return None
+    ranks = torch.cat([torch.arange(int(count)) for count in packed.batch_sizes]).to(packed.data.device)
+    return ranks if packed.sorted_indices is None else packed.sorted_indices[ranks]

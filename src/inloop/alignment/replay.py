@@ -1,121 +1,141 @@
-"""Keeping hardly anything: the step is done again when it is to be aligned.
+"""Running a model, or a checkpointed part of one, again layer by layer when it is aligned: hardly anything is kept of it.
 
-The model as a whole is one recorded call: its input, the gradient of its output, a copy of its parameters. When a direction is
-known, the model runs forward and backward once more as in step t, a quarter of the examples at a time if they do not depend on
+The model as a whole is one recorded call: its input, the gradient of its output, its parameters. When a direction is
+known, it runs forward and backward once more as in step t, a quarter of the examples at a time if they do not depend on
 each other, and each layer's call is aligned at the moment when its gradient arrives, so that none is kept. Gradients of weights
 are not computed, but for the first layers, to which the backward pass must reach.
+
+``retain="recompute"`` does so with the whole model. With activation checkpointing each checkpointed module, a *segment*, is recorded
+like that: recording its layers would keep the very activations that its checkpoint releases. A segment shows in the first step: it is
+called during the backward pass.
 """
 
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
 
-from inloop.alignment.batch_size import batch_sizes
-from inloop.alignment.black_box import checked, randomness_of
-from inloop.alignment.call import LayerCall, tensors_in
-from inloop.alignment.layout import Layouts
-from inloop.alignment.plan import Plan, Site
+from inloop.alignment.black_box import RunAgain
+from inloop.alignment.call import LayerCall, Layouts, Recorded, make_twin
+from inloop.alignment.hooks import Hook, not_compiled, remove_all
+from inloop.alignment.kept import Kept, tensors_in
+from inloop.alignment.operation import first_length
+from inloop.alignment.plan import LayerFilter, Plan, Site, as_predicate, make_plan
 from inloop.alignment.probe import layouts_of
 from inloop.alignment.recorder import Recorder
-from inloop.alignment.reduced import AnyCall
-from inloop.alignment.rules import Rule
-from inloop.alignment.tape import Tape
-from inloop.alignment.twin import make_twin
-from inloop.alignment.verification import refuse_unseen_uses
-from inloop.errors import UnsupportedLayerError
+from inloop.alignment.tape import Tape, batch_sizes
+from inloop.alignment.verify import refuse_unseen_uses
+from inloop.errors import UnsupportedLayerError, UsageError
 
-_NUM_PARTS = 4  # that a batch is replayed in
+_NUM_PARTS = 4  # that a batch is run again in
+_CANNOT_RUN = (RuntimeError, ValueError, IndexError, UnsupportedLayerError)
 
 
-def replayed_site(model: nn.Module, plan: Plan) -> Site:
-    """A model, or a part of one, as one thing to record, aligned layer by layer as its ``plan`` says."""
-    described = _Described(plan, weakref.ref(model))
-    rule = Rule(
-        partial(align_by_replay, described),
-        parameters=frozenset(),
-        example_dims=lambda module: 0,
-        when=lambda module: True,
-        keeps_parameters=True,
-        replays=True,
-        visit_layers=partial(visit_layers, described),
-    )
-    recorded = plan.counted()
-    return Site("", model, rule, {name: canonical for name, canonical in plan.aliases.items() if canonical in recorded})
-
-
-@dataclass(frozen=True, slots=True)
-class _Described:
-    """The layers of a model, and where the examples are in their outputs.
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class ModelCall(RunAgain):
+    """A call of a model or a segment, kept as all that it takes to run it again layer by layer.
 
     Attributes:
-        model: The model itself, to find that out.
+        plan: The layers of the model.
+        model: The model itself, to find out where the examples are in its layers' outputs.
+        owns_parameters: Whether ``layer`` has copies of the parameters, not the model's own.
     """
 
     plan: Plan
     model: "weakref.ref[nn.Module]"
-    layouts: Layouts = field(default_factory=dict)
+    owns_parameters: bool = False
 
-    def of(self, call: LayerCall) -> "_Described":
-        """Described for this call, with all its examples."""
+    @property
+    def kind(self) -> str:  # type: ignore[override]
+        return f"{type(self.layer).__name__}, run again"
+
+    def own_parameters(self) -> "ModelCall":
+        if self.owns_parameters:
+            return self
+        named = dict(self.layer.named_parameters(remove_duplicate=False))
+        copies = {value.data_ptr(): value.clone() for value in named.values()}  # one for all names of a tied parameter
+        twin = make_twin(self.layer, {name: copies[value.data_ptr()] for name, value in named.items()})
+        return replace(self, layer=twin, owns_parameters=True)
+
+    def align(self, direction: Mapping[str, Tensor | None], magnitudes: bool = False) -> Tensor:
+        """The sum of the contributions of all layers' calls."""
+        self.refuse_overwritten()
+        named = {name: value for name, value in self.layer.named_parameters(remove_duplicate=False)}
+        along: dict[str, Tensor] = {}
+        for name in self.parameter_names:
+            value = direction.get(name)
+            along[self.plan.aliases[name]] = (
+                torch.zeros_like(named[name]) if value is None else value.to(named[name].dtype)
+            )
+        layouts = self._layouts()
+        parts = _parts(self, [slice(0, 1)])
+        if len(parts) > 1:
+            try:
+                return torch.cat([_align_part(part, along, layouts) for part in parts])
+            except _CANNOT_RUN:
+                pass  # one example alone could be run, and some of them cannot
+        return _align_part(self, along, layouts)
+
+    def visit_layers(self, visit: Callable[[Kept], None]) -> None:
+        """Run again and call ``visit`` with each layer's call, of some of the examples, when its gradient arrives."""
+        self.refuse_overwritten()
+        layouts = self._layouts()
+
+        def visit_as_of_the_model(call: Recorded) -> None:
+            names = {local: self.parameter_names[name] for local, name in call.parameter_names.items()}
+            visit(replace(call, parameter_names=names))
+
+        for part in _parts(self, _slices(self)):  # all are tried: a visit cannot be taken back
+            _run_again(part, layouts, visit_as_of_the_model)
+
+    def _layouts(self) -> Layouts:
         model = self.model()
-        known = {} if model is None else layouts_of(model, self.plan, (call.args, call.kwargs))
-        return replace(self, layouts=known)
+        return {} if model is None else layouts_of(model, (self.args, self.kwargs), self.plan)
 
 
-def align_by_replay(described: _Described, call: LayerCall, direction: Mapping[str, Tensor]) -> Tensor:
-    """The sum of the contributions of all layers' calls."""
-    along = {described.plan.aliases[name]: value for name, value in direction.items()}
-    described = described.of(call)
-    parts = _parts(call, [slice(0, 1)])
-    if len(parts) > 1:
-        try:
-            return torch.cat([_align_part(described, part, along) for part in parts])
-        except (RuntimeError, ValueError, IndexError, UnsupportedLayerError):
-            pass  # one example alone could be run, and some of them cannot
-    return _align_part(described, call, along)
+def model_call(site: Site) -> Callable[..., ModelCall]:
+    """Makes the calls of a site with an inner plan."""
+    assert site.inner is not None
+    return partial(ModelCall, plan=site.inner, model=weakref.ref(site.module))
 
 
-def _align_part(described: _Described, call: LayerCall, along: Mapping[str, Tensor]) -> Tensor:
+def whole_site(model: nn.Module, plan: Plan) -> Site:
+    """A model, or a part of one, as one module to record, run again layer by layer as its ``plan`` says."""
+    recorded = plan.counted()
+    names = {name: canonical for name, canonical in plan.aliases.items() if canonical in recorded}
+    return Site("", model, None, names, inner=plan)
+
+
+def _align_part(call: ModelCall, along: Mapping[str, Tensor], layouts: Layouts) -> Tensor:
     contributions_N = torch.zeros(call.num_examples, dtype=call.dtype, device=call.device)
-    shapes = [call.without_values()]
+    shapes = [call.shapes()]
 
-    def add(layer_call: LayerCall) -> None:
-        shapes.append(layer_call.without_values())
+    def add(layer_call: Recorded) -> None:
+        shapes.append(layer_call.shapes())
         batch_sizes([shapes[0], shapes[-1]])
         contributions_N.add_(
             layer_call.align({local: along[name] for local, name in layer_call.parameter_names.items()})
         )
 
-    _replay(described, call, add)
+    _run_again(call, layouts, add)
     batch_sizes(shapes)
     return contributions_N
 
 
-def visit_layers(described: _Described, call: LayerCall, visit: Callable[[LayerCall], None]) -> None:
-    """Do step t again and call ``visit`` with each layer's call, of a part of the examples, when its gradient arrives."""
-    described = described.of(call)
-
-    def visit_as_of_the_model(layer_call: LayerCall) -> None:
-        names = {local: call.parameter_names[name] for local, name in layer_call.parameter_names.items()}
-        visit(replace(layer_call, parameter_names=names))
-
-    for part in _parts(call, _slices(call)):  # all are tried: what was visited cannot be taken back
-        _replay(described, part, visit_as_of_the_model)
-
-
-def _slices(call: LayerCall) -> list[slice]:
+def _slices(call: ModelCall) -> list[slice]:
     rows = max(1, -(-call.num_examples // _NUM_PARTS))
     return [slice(start, start + rows) for start in range(0, call.num_examples, rows)]
 
 
-def _parts(call: LayerCall, tried: Sequence[slice]) -> list[LayerCall]:
+def _parts(call: ModelCall, tried: Sequence[slice]) -> list[ModelCall]:
     """The call divided into calls of fewer examples, which take less memory, if that gives the same output.
 
     Args:
@@ -131,19 +151,19 @@ def _parts(call: LayerCall, tried: Sequence[slice]) -> list[LayerCall]:
     return [_examples(call, some) for some in slices]
 
 
-def _can_be_divided(call: LayerCall, tried: slice) -> bool:
+def _can_be_divided(call: ModelCall, tried: slice) -> bool:
     """Whether some examples alone have the output that they had among all. What has as many rows may be no examples (a mask)."""
     one = _examples(call, tried)
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a checkpoint says that nothing is differentiated here
-            checked(one, tensors_in(one.run(dict(call.layer.named_parameters(remove_duplicate=False)))))
-    except (RuntimeError, ValueError, IndexError, UnsupportedLayerError):
+            one.checked(tensors_in(one.run(dict(call.layer.named_parameters(remove_duplicate=False)))))
+    except _CANNOT_RUN:
         return False
     return True
 
 
-def _examples(call: LayerCall, rows: slice) -> LayerCall:
+def _examples(call: ModelCall, rows: slice) -> ModelCall:
     def some(tensor: Tensor) -> Tensor:
         return tensor[rows] if tensor.dim() and len(tensor) == call.num_examples else tensor
 
@@ -152,10 +172,10 @@ def _examples(call: LayerCall, rows: slice) -> LayerCall:
     return replace(call, args=args, kwargs=kwargs, dout=call.dout[rows], fingerprints=fingerprints)
 
 
-def _replay(described: _Described, call: LayerCall, visit: Callable[[LayerCall], None]) -> None:
+def _run_again(call: ModelCall, layouts: Layouts, visit: Callable[[Recorded], None]) -> None:
     """Forward and backward as in step t."""
-    plan = described.plan
-    with randomness_of(call), torch.enable_grad():
+    plan = call.plan
+    with call.randomness(), torch.enable_grad():
         parameters = {
             name: value.detach().requires_grad_(name in call.parameter_names)
             for name, value in call.layer.named_parameters(remove_duplicate=False)
@@ -163,10 +183,10 @@ def _replay(described: _Described, call: LayerCall, visit: Callable[[LayerCall],
         model = make_twin(call.layer, parameters)
         sites = tuple(replace(site, module=model.get_submodule(site.name)) for site in plan.sites)
         tape = _VisitedTape(replace(plan, sites=sites), visit)
-        recorder = Recorder(model, replace(plan, sites=sites), layouts=described.layouts)
+        recorder = Recorder(model, replace(plan, sites=sites), layouts=layouts)
         recorder.tape = tape
         with call.autocast.again():
-            outputs = checked(call, tensors_in(model(*call.args, **call.kwargs)))
+            outputs = call.checked(tensors_in(model(*call.args, **call.kwargs)))
         output = outputs[call.output_index]
         del outputs
         reached, outside, is_reentrant = _graph_of(output)
@@ -212,24 +232,108 @@ def _graph_of(output: Tensor) -> tuple[set[int], list[Tensor], bool]:
 class _VisitedTape(Tape):
     """Shows each call to a visitor when it would be written, and keeps none."""
 
+    first_parameters: list[Tensor]
+
+    def __init__(self, plan: Plan, visit: Callable[[Recorded], None]) -> None:
+        super().__init__(plan, "sum", expect_one_pass=True)
+        self.first_parameters = []
+        self.black_boxes: list[Recorded] = []  # need backward passes of their own, which have no place within another
+        self._visit = visit
+
     @property
     def fuses(self) -> bool:
         """The gradients of parameters are not formed at all."""
         return False
 
-    def __init__(self, plan: Plan, visit: Callable[[LayerCall], None]) -> None:
-        super().__init__(plan, "sum", expect_one_pass=True)
-        self.first_parameters: list[Tensor] = []
-        self.black_boxes: list[LayerCall] = []  # need backward passes of their own, which have no place within another
-        self._visit = visit
+    def form(self, call: LayerCall, fused: bool) -> Kept:
+        return call
 
-    def note_first(self, parameters: Iterable[Tensor]) -> None:
-        self.first_parameters.extend(p for p in parameters if p.requires_grad)
-
-    def write(self, call: AnyCall) -> None:
-        assert isinstance(call, LayerCall)
+    def write(self, call: Kept) -> None:
+        assert isinstance(call, Recorded)
         self.accounted.update(call.parameter_names.values())
-        if call.rule.replays:
+        if call.needs_backward:
             self.black_boxes.append(call)
         else:
             self._visit(call)
+
+
+# ---------------------------------------------------------------- activation checkpointing
+
+
+class SegmentFinder:
+    """Notes the modules of a model that are called during backward passes, until its hooks are removed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._first_lengths: dict[str, int | None] = {}  # of those that were called so; None if they cannot be segments
+        self.handles: list[RemovableHandle] = [
+            module.register_forward_pre_hook(_Note(self, name), with_kwargs=True)
+            for name, module in model.named_modules()
+        ]
+        self.remove = weakref.finalize(self, remove_all, self.handles)
+
+    def note(self, name: str, inputs: Any) -> None:
+        tensors = tensors_in(inputs)
+        given_parameters = any(isinstance(tensor, nn.Parameter) for tensor in tensors)
+        self._first_lengths[name] = None if given_parameters else first_length(inputs)
+
+    def segments(self, tape: Tape) -> list[str]:
+        """The outermost of them, but for those that the examples are not on the first axis of, in or around them.
+
+        Args:
+            tape: Of the step in which they were noted, layer by layer.
+        """
+        sizes = set(tape.batch_sizes().values())
+        plain = {
+            call.name: not isinstance(call, Recorded) or (call.batch_axis == 0 and call.example_of_row is None)
+            for call in tape.calls
+        }
+        outermost = [n for n in self._first_lengths if not any(_is_below(n, other) for other in self._first_lengths)]
+        return sorted(
+            name
+            for name in outermost
+            if self._first_lengths[name] in sizes
+            and all(is_plain for layer, is_plain in plain.items() if layer == name or _is_below(layer, name))
+        )
+
+
+class _Note(Hook[SegmentFinder]):
+    def __init__(self, owner: SegmentFinder, name: str) -> None:
+        super().__init__(owner)
+        self.name = name
+
+    @not_compiled
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        owner = self.owner()
+        if owner is not None and torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+            owner.note(self.name, (args, kwargs))
+
+
+def with_segments(
+    model: nn.Module, plan: Plan, segments: Iterable[str], layers: LayerFilter | None, batchnorm_affine: bool
+) -> Plan:
+    """The plan with one more site for each segment, to be replayed. While it runs, its layers are not recorded; called from elsewhere they are."""
+    wanted = as_predicate(model, layers)
+    added: list[Site] = []
+    for name in segments:
+        if any(_is_below(name, site.name) or site.name == name for site in plan.sites):
+            continue  # a layer, of which nothing less can be kept, or within a module that is replayed as a whole anyway
+        module = model.get_submodule(name)
+        prefix = f"{name}." if name else ""
+        try:
+            inner = make_plan(
+                module,
+                lambda local, part, prefix=prefix: wanted(f"{prefix}{local}".rstrip("."), part),
+                batchnorm_affine,
+            )
+        except UsageError:  # nothing in it is recorded
+            continue
+        site = whole_site(module, inner)
+        of_model = {local: plan.aliases[prefix + local] for local in site.parameter_names}
+        added.append(replace(site, name=name, parameter_names=of_model))
+    names = [site.name for site in added]
+    layers_left = (replace(site, in_segment=any(_is_below(site.name, name) for name in names)) for site in plan.sites)
+    return replace(plan, sites=(*added, *layers_left))
+
+
+def _is_below(name: str, other: str) -> bool:
+    return name != other and (not other or name.startswith(f"{other}."))

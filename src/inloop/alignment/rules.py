@@ -6,8 +6,8 @@ The contribution of example i to a direction g through one call ``out = f(x; θ)
   with the output gradient. The paper's Lemma 2 (Linear) and Lemma 3 (convolution) are this one fact.
 * f affine in its parameters: ``J[g] = f(x; g) - f(x; 0)``.
 
-No input is unfolded, and no per-example gradient formed (but see ``reduced.py``). Which torch layers are which stands in
-``layers.py``.
+No input is unfolded, and no per-example gradient formed, unless it is smaller than x and dout (:class:`PerExample`). Which torch
+layers are which stands in ``layers.py``.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,9 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from inloop.alignment.call import LayerCall
-from inloop.alignment.per_example import PerExample
-from inloop.alignment.twin import original_type
+from inloop.alignment.call import LayerCall, original_type
+from inloop.alignment.kept import ExampleGradients
 
 AlignFunction = Callable[[LayerCall, Mapping[str, Tensor]], Tensor]
 
@@ -34,6 +33,81 @@ def affine_in_parameters(call: LayerCall, direction: Mapping[str, Tensor]) -> Te
     return call.dot(call.run(direction) - call.run(zero))
 
 
+PRECISE = (torch.float32, torch.float64)
+Wanted = tuple[bool, bool, bool]  # of the gradients of x, weight and bias
+Backward = Callable[[nn.Module, Tensor, Tensor, Tensor, Wanted], tuple[Tensor | None, Tensor | None, Tensor | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class PerExample:
+    """How the gradients ``∂l_i/∂weight`` and ``∂l_i/∂bias``, [N, *shape], follow from x and dout.
+
+    For layers with few parameters on many positions (the first convolutions of a network, normalisation layers) they are smaller
+    than x and dout. Then they are formed at once, x and dout are released, and the alignment is their dot product with the
+    direction. The result is the same.
+
+    Attributes:
+        weight: The gradients of the weight.
+        positions: A view of dout with the positions that share the bias on one axis, [N, positions, *shape of the bias].
+        when: Whether it holds for this call.
+        shares_dout: Whether another call is likely to hold the same dout, so that releasing it frees nothing.
+        backward: ``(layer, x, weight, dout, wanted)``, the layer's own backward pass. With it the layer's node in the graph can
+            form these gradients itself and add them up to the batch's (``hooks.py``); None if that is not worth it.
+        most: Times the memory of x and dout up to which gradients are kept instead.
+        most_if_fused: The same if they cost no time, since the backward pass forms them anyway.
+    """
+
+    weight: Callable[[LayerCall], Tensor]
+    positions: Callable[[LayerCall], Tensor]
+    when: Callable[[LayerCall], bool] = lambda call: True
+    shares_dout: Callable[[LayerCall], bool] = lambda call: False
+    backward: Backward | None = None
+    most: float = 0.75
+    most_if_fused: float = 0.75
+
+    def is_worthwhile(self, call: LayerCall, fused: bool) -> bool:
+        """Whether the gradients of the examples can be formed from this call, and take little enough memory.
+
+        Args:
+            call: A call with its dout, or with its output in the place of that.
+            fused: Whether forming them takes no extra time.
+        """
+        plain = not (call.batch_axis or call.kwargs or call.autocast.enabled) and call.example_of_row is None
+        if not plain or len(call.args) != 1 or call.dout.numel() == 0 or call.dout.dtype not in PRECISE:
+            return False
+        size = sum(
+            [p.numel() for name, p in call.layer._parameters.items() if name in call.parameter_names and p is not None]
+        )
+        freed = call.args[0].numel() + (0 if self.shares_dout(call) else call.dout.numel())
+        most = self.most_if_fused if fused else self.most
+        return len(call.dout) * size <= most * freed and self.when(call)
+
+    @torch.no_grad()
+    def form(self, call: LayerCall) -> ExampleGradients:
+        """The gradients of the examples, in place of the call."""
+        gradients, sizes = {}, {}
+        for name in call.parameter_names:
+            if name == "bias":
+                positions = self.positions(call)
+                gradients[name] = positions.sum(dim=1)
+                # About the same with magnitudes: an estimate will do for the scale of a rounding error.
+                every = 16 if positions.shape[1] >= 256 else 1
+                sizes[name] = every * positions[:, ::every].abs().sum(dim=1)
+            else:
+                gradients[name] = self.weight(call)
+        return ExampleGradients(
+            name=call.name,
+            kind=f"{call.kind}, gradients kept",
+            parameter_names=call.parameter_names,
+            batch=call.batch,
+            num_recorded=call.num_recorded,
+            num_examples=len(call.dout),
+            num_positions=call.num_positions,
+            gradients=gradients,
+            sizes=sizes,
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """How the calls of a type of layer are aligned.
@@ -44,21 +118,17 @@ class Rule:
         example_dims: How many axes of the input belong to one example; an input without one more is not batched.
         when: A further condition on the layer.
         keeps_parameters: Whether ``call.layer`` has the parameters of step t; else it has shapes without values.
-        per_example: How to form the examples' gradients, for calls where they are smaller than x and dout; None if not at all.
+        per_example: How to form the gradients of the examples, for calls where they are smaller than x and dout; None if not at all.
         separable: Whether row i of the output follows from row i of the one input alone, so that a call can be run in parts.
-        replays: Whether a call is done again, forward and backward, with all that it had in step t: parameters, buffers, randomness.
-        visit_layers: ``(call, visit)`` calls ``visit`` with each layer's call within a call of a whole model.
     """
 
     align: AlignFunction
     parameters: frozenset[str]
     example_dims: Callable[[nn.Module], int]
     when: Callable[[nn.Module], bool]
-    keeps_parameters: bool
+    keeps_parameters: bool = False
     per_example: PerExample | None = None
     separable: bool = False
-    replays: bool = False
-    visit_layers: Callable[[LayerCall, Callable[[LayerCall], None]], None] | None = None
 
 
 _RULES: dict[type[nn.Module], Rule] = {}
@@ -112,9 +182,7 @@ _RULES_BY_NAME: list[tuple[str, str, Rule]] = []
 
 def alignment_rule_by_name(package: str, suffix: str, parameters: tuple[str, ...], align: AlignFunction) -> None:
     """Register how layers of another package are aligned, without importing it: those whose class's name ends in ``suffix``."""
-    _RULES_BY_NAME.append(
-        (package, suffix, Rule(align, frozenset(parameters), lambda layer: 1, lambda layer: True, False))
-    )
+    _RULES_BY_NAME.append((package, suffix, Rule(align, frozenset(parameters), lambda layer: 1, lambda layer: True)))
 
 
 def _named_rule(layer: nn.Module) -> Rule | None:

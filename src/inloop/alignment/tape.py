@@ -1,4 +1,4 @@
-"""A tape: the recorded layer calls of one training step, and what can be asked of it.
+"""A tape: the recorded calls of one training step, and what can be asked of it.
 
     c_i = sum over calls of <dout_i, J_θ f(x; θ_t)[g]_i>          what example i contributes to <∇L_t, g>
     r_i = N c_i for a mean loss, c_i for a sum                     the paper's reward, <∇l_i, g>
@@ -8,159 +8,146 @@ N is the number of examples of the whole step, over all its micro-batches.
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from inloop.alignment.batch_size import batch_sizes, of_part
-from inloop.alignment.black_box import BlackBoxState
-from inloop.alignment.call import LayerCall
+from inloop.alignment.black_box import BeforeCall
+from inloop.alignment.call import LayerCall, Recorded
 from inloop.alignment.direction import Direction, in_parts, resolve_direction
-from inloop.alignment.early import EarlyAlignment
-from inloop.alignment.half import Halves
+from inloop.alignment.kept import Halves, Kept
 from inloop.alignment.plan import Plan
-from inloop.alignment.reduced import AnyCall, ReducedCall, reduced
-from inloop.alignment.reduced_box import reduced_box
-from inloop.alignment.spare import Spare
-from inloop.alignment.verification import refuse_unseen_uses, verify_calls
+from inloop.alignment.verify import refuse_unseen_uses, verify_calls
 from inloop.errors import BatchSizeError, UnsupportedLayerError, UsageError
 
 Reduction = Literal["mean", "sum"]
 Retention = Literal["exact", "half", "recompute"]
 
 
-def check_reduction(reduction: str) -> None:
-    if reduction not in ("mean", "sum"):
-        raise UsageError(
-            f"reduction={reduction!r}: allowed are 'mean' and 'sum', as in the loss that is back-propagated."
-        )
-
-
-def check_retention(retain: str) -> None:
-    if retain not in ("exact", "half", "recompute"):
-        raise UsageError(
-            f"retain={retain!r}: allowed are 'exact' (tensors as they are), 'half' (in float16, each with a scale) and 'recompute' "
-            "(only the batch and the parameters)."
-        )
-
-
-class _Waiting:
+class Waiting:
     """A call whose gradient may still come. The graph holds this, not the call: a user may hold the graph for long."""
 
-    def __init__(self, call: LayerCall) -> None:
-        self.call: LayerCall | None = call
+    __slots__ = ("_tape", "batch", "call", "fused", "within_backward", "written")
+
+    def __init__(self, tape: "Tape", call: Recorded, fused: bool) -> None:
+        self._tape = weakref.ref(tape)
+        self.call: Recorded | None = call
+        self.fused = fused
         self.batch = call.batch
         self.written = False
         self.within_backward = torch._C._current_graph_task_id() != -1
 
+    def write(self, dout: Tensor) -> Kept | None:
+        """Write the call, with the gradient of its output; returns the form that is kept, if the tape is still open."""
+        tape = self._tape()
+        return None if tape is None else tape.complete(self, dout)
+
 
 class Tape:
-    """Layer calls of one step, written by the hooks of a recorder.
+    """The calls of one step, written by the hooks of a recorder.
 
     Args:
         retain: How to keep their tensors.
-        expect_one_pass: Let go of a layer's input once its output's gradient has been there; another backward pass through the
-            same graph is then missed.
-        spare: Where the memory of what it keeps comes from and goes to.
+        expect_one_pass: Release the input of a layer once the gradient of its output has arrived. Another backward pass through the
+            same graph is then missed, and noticed.
 
     Attributes:
-        part: By micro-batch, the rows of the examples that count; all, where there is no entry.
+        part: By micro-batch, the rows of the examples that are rewarded; all, where there is no entry.
         mean_over: How many examples a mean loss is the mean of; None for those that were recorded. Of W processes that average their
             gradients, each has a loss that counts like the mean of a W-th of all examples.
+        reached: How many backward passes reached each parameter.
+        missed_a_pass: Whether a call received another gradient after its input was released.
+        lost_gradients: Whether gradients were cleared between two backward passes.
     """
 
     mean_over: float | None = None
+    first_parameters: list[Tensor] | None = None  # those that the data meets first, if they are noted (replay.py)
 
     def __init__(
-        self,
-        plan: Plan,
-        reduction: Reduction,
-        retain: Retention = "exact",
-        expect_one_pass: bool = False,
-        spare: Spare | None = None,
+        self, plan: Plan, reduction: Reduction, retain: Retention = "exact", expect_one_pass: bool = False
     ) -> None:
-        check_reduction(reduction)
-        check_retention(retain)
         self.reduction = reduction
-        self.retain: Retention = retain
-        self.calls: list[AnyCall] = []
+        self.calls: list[Kept] = []
         self.part: dict[int, Tensor] = {}
         self.batch = 0  # the micro-batch that forward passes belong to at the moment
-        self.black_box_state: dict[str, BlackBoxState] = {}  # of the black boxes that are running
-        self.passes: Counter[str] = Counter()  # backward passes that reached each parameter
-        self.versions: dict[str, int] = {}  # of each parameter, when the first of them did
+        self.running: dict[str, BeforeCall] = {}  # black boxes whose forward pass is running
+        self.reached: Counter[str] = Counter()
         self.missed_a_pass = False
+        self.lost_gradients = False
+        self._first_gradient: tuple[str, Tensor] | None = None
         self.accounted: set[str] = set()  # parameters of calls that were written
-        self.early: EarlyAlignment | None = None
-        self._num_settled = 0
-        self._owns_parameters = False
+        self.plan = plan
         self._one_pass = expect_one_pass
-        self._spare = spare or Spare()
         self._is_open = True
-        self._sizes: dict[int, int] | None = None
         self._halves = Halves() if retain == "half" else None
-        self._waiting: list[_Waiting] = []
-        self._plan = plan
-        self._trainable = plan.trainable()
+        self._waiting: list[Waiting] = []
+        # Of calls that were aligned ahead, which leave the list: contributions, and the gradients that they were aligned with.
+        self._sums: dict[int, Tensor] = {}
+        self._sizes: dict[int, int] | None = None
+        self._aligned_with: dict[str, tuple[int, int]] = {}
 
-    @property
-    def parameter_shapes(self) -> Mapping[str, torch.Size]:
-        """Of all parameters of the model, by name."""
-        return self._plan.shapes
+    # ---------------------------------------------------------------- writing
 
     @property
     def fuses(self) -> bool:
-        """Whether layers may form their examples' gradients in their own backward pass; they form those of all examples, there."""
+        """Whether layers may form the gradients of their examples in their own backward pass: of all examples, there."""
         return self.batch not in self.part
 
-    def note_first(self, parameters: Iterable[Tensor]) -> None:
-        """They are used before those of any other recorded layer."""
-
-    def wait_for_gradient(
-        self, call: LayerCall, output_index: int = 0, batch_axis: int = 0, form_gradients: bool = False
-    ) -> Callable[[Tensor], AnyCall | None]:
-        """What writes ``call`` when it is given the gradient of its output; it does nothing once the tape is closed.
+    def wait_for_gradient(self, call: Recorded, fused: bool = False) -> Waiting:
+        """Write ``call`` when the gradient of its output arrives, unless the tape is closed by then.
 
         Args:
-            form_gradients: Write the examples' gradients at once, also if they are a little larger than x and dout.
+            fused: Form the gradients of the examples at once, also if they are a little larger than x and dout.
         """
-        waiting = _Waiting(call)
+        waiting = Waiting(self, call, fused)
         self._waiting.append(waiting)
-        tape = weakref.ref(self)
+        return waiting
 
-        def write(dout: Tensor) -> AnyCall | None:
-            open_tape = tape()
-            if open_tape is None:
-                return None
-            if waiting.call is None:
-                open_tape.missed_a_pass |= waiting.written and open_tape._is_open
-                return None
-            open_tape._refuse_mixed_batches(waiting)
-            rows = open_tape.part.get(waiting.call.batch)
-            if rows is not None and batch_axis == 0 and len(rows) and int(rows[-1]) >= len(dout):
-                raise BatchSizeError(
-                    f"Example {int(rows[-1])} of the batch is to be rewarded, as was chosen when it was sampled, but the model saw {len(dout)}. Fix: "
-                    "with part= below 1, train on the whole batch that was sampled, in its order."
-                )
-            if rows is not None and waiting.call.taken_from is None and batch_axis == 0:
-                waiting.call = waiting.call.only(rows, len(dout))
-            part = dout.detach() if waiting.call.taken_from is None else dout.detach()[rows]
-            complete = waiting.call.with_gradient(part, output_index, batch_axis)
-            written = reduced(complete, open_tape._spare, fused=True) if form_gradients else complete
-            open_tape.write(written)
-            waiting.written = True
-            if open_tape._one_pass:
-                waiting.call = None  # its input may be kept in a smaller form now, or not at all
-            return written
+    def complete(self, waiting: Waiting, dout: Tensor) -> Kept | None:
+        """The gradient of a call's output has arrived: write the call, in the form that it is kept in."""
+        call = waiting.call
+        if call is None:
+            self.missed_a_pass |= waiting.written and self._is_open
+            return None
+        if waiting.within_backward:
+            self._refuse_mixed_batches(waiting)
+        dout = dout.detach()
+        if self.part and isinstance(call, LayerCall):
+            call, dout = self._rows_to_keep(call, dout)
+        complete: Kept = call.with_gradient(dout)
+        if isinstance(complete, LayerCall):
+            complete = self.form(complete, waiting.fused)
+        self.write(complete if self._halves is None else complete.map(self._halves))
+        waiting.written = True
+        waiting.call = None if self._one_pass else call
+        return complete
 
-        return write
+    def form(self, call: LayerCall, fused: bool) -> Kept:
+        """The form in which a complete call is kept: the smaller of x and dout, and the gradients of the examples."""
+        form = call.rule.per_example
+        return form.form(call) if form is not None and form.is_worthwhile(call, fused) else call
 
-    def _refuse_mixed_batches(self, written: _Waiting) -> None:
+    def write(self, call: Kept) -> None:
+        self.calls.append(call)
+        self.accounted.update(call.parameter_names.values())
+
+    def _rows_to_keep(self, call: LayerCall, dout: Tensor) -> tuple[LayerCall, Tensor]:
+        """The call and the gradient of the examples that are rewarded, if their rows can be taken out."""
+        rows = self.part.get(call.batch)
+        if rows is None or call.batch_axis:
+            return call, dout
+        if call.taken_from is None and len(rows) and int(rows[-1]) >= len(dout):
+            raise BatchSizeError(
+                f"Example {int(rows[-1])} of the batch is to be rewarded, as was chosen when it was sampled, but the model saw {len(dout)}. "
+                "Fix: with part= below 1, train on the whole batch that was sampled, in its order."
+            )
+        call = call.only(rows, len(dout))
+        return call, dout if call.taken_from is None else dout[rows]
+
+    def _refuse_mixed_batches(self, written: Waiting) -> None:
         """A reentrant checkpoint runs its layers in the backward pass: then it must be the pass of the last micro-batch alone."""
-        if not written.within_backward:
-            return
         done = {waiting.batch for waiting in self._waiting if waiting.written}
         if any(waiting.batch != written.batch and waiting.batch not in done for waiting in self._waiting):
             raise UnsupportedLayerError(
@@ -168,83 +155,38 @@ class Tape:
                 "to cannot be told. Fix: use_reentrant=False, or call backward for each micro-batch."
             )
 
-    def write(self, call: AnyCall) -> None:
-        """A call is complete: the gradient of its output has arrived."""
-        self.accounted.update(call.parameter_names.values())
-        self.calls.append(call)
-
-    def moved_between_passes(self, name: str, parameter: Tensor) -> bool:
-        """Whether the parameter, which a backward pass has reached, was changed since the first that did.
-
-        A pass that has nothing to do with the model's calls, of a penalty on its weights, is no part of a step.
-        """
-        return bool(self.calls) and self.versions.setdefault(name, parameter._version) != parameter._version
-
-    def settle(self) -> None:
-        """Bring the calls that were written since the last time into the form that they are kept in.
-
-        It is best done when a layer's backward pass is over, and needs no memory any more.
-        """
-        for index in range(self._num_settled, len(self.calls)):
-            call = self.calls[index]
-            kept = reduced(call, self._spare) if isinstance(call, LayerCall) else call
-            if self._halves is not None:
-                whole, kept = kept, kept.in_half(self._halves)
-                if isinstance(whole, ReducedCall):
-                    whole.give_back(self._spare)
-            self.calls[index] = kept
-        self._num_settled = len(self.calls)
+    def note_gradient(self, name: str, gradient: Tensor | None) -> None:
+        """A backward pass has reached a parameter. A second pass adds to its gradient, unless that was cleared in between."""
+        self.reached[name] += 1
+        if gradient is None:
+            return
+        if self._first_gradient is None:
+            self._first_gradient = name, gradient
+        elif self._first_gradient[0] == name:
+            self.lost_gradients |= self._first_gradient[1] is not gradient
 
     def own_parameters(self) -> None:
-        """Copy the parameters that replays will need, before anything changes them."""
-        if self._owns_parameters:
-            return
-        self._owns_parameters = True
-        self.calls = [
-            call.with_own_parameters() if isinstance(call, LayerCall) and call.rule.visit_layers else call
-            for call in self.calls
-        ]
+        """Copy the parameters that running again will need, before anything changes them."""
+        self.calls = [call.own_parameters() for call in self.calls]
 
     def close(self) -> None:
-        """Record nothing more, also of backward passes still to come, and let go of what waited for them."""
+        """Record nothing more, also of backward passes still to come, and release the calls that waited for them."""
         self._is_open = False
         for waiting in self._waiting:
             waiting.call = None
         self._waiting.clear()
-        self.settle()
-        self.calls = [reduced_box(call) if isinstance(call, LayerCall) else call for call in self.calls]
+        self._first_gradient = None
+        self.running.clear()
         if self._halves is not None:
-            self._halves.forget()
-        self.black_box_state.clear()
+            self._halves.clear()
 
     def release(self) -> None:
         """Give back the memory; the tape is empty afterwards."""
         self.calls.clear()
-        self._num_settled = 0
+        self._sums.clear()
         self.close()
-        if self.early is not None:
-            self.early.forget()
-        self.early = self._sizes = None
 
-    @property
-    def had_one_pass(self) -> bool:
-        """Whether one backward pass, and not several, has formed the gradients of the recorded step."""
-        return max(self.passes.values(), default=0) == 1
-
-    @property
-    def begun(self) -> bool:
-        """Whether a part has been aligned early, and is gone."""
-        return self.early is not None and self.early.begun
-
-    def begun_with_other(self, gradients: Direction) -> bool:
-        """Whether a part has been aligned early with what are not, or not any more, these gradients."""
-        return self.early is not None and self.early.differs_from(gradients)
-
-    def align_early(self) -> EarlyAlignment:
-        """Begin to align with the gradients of the next backward pass as they arrive, for one later ``align`` with them all."""
-        self._sizes = batch_sizes(self.calls)
-        self.early = EarlyAlignment(self.calls, self._spare, self.part)
-        return self.early
+    # ---------------------------------------------------------------- reading
 
     def align(self, direction: Direction) -> Tensor:
         """The reward of every example, ``r_i = <∇l_i(θ_t), direction>``, shape [N].
@@ -265,8 +207,10 @@ class Tape:
 
     def contributions(self, direction: Direction) -> Tensor:
         """What every example contributed to ``<∇L_t, direction>``; their sum is that product."""
-        resolved = resolve_direction(direction, self._plan.aliases, self._plan.shapes, self._trainable)
-        if self.early is not None and self.early.differs_from(resolved):
+        plan = self.plan
+        trainable = plan.trainable()
+        resolved = resolve_direction(direction, plan.aliases, plan.shapes, trainable)
+        if self.differs_from(resolved):
             raise UsageError(
                 "A part of this tape was aligned with other gradients already and is gone. Fix: align with the gradients that the "
                 "backward pass has left, before anything changes them."
@@ -276,15 +220,16 @@ class Tape:
                 "Nothing was recorded. A tape is filled by a forward and a backward pass while it is open, through layers with "
                 "trainable parameters that meet the data. Fix: run both inside the `with inloop.capture(model) as tape:` block."
             )
-        refuse_unseen_uses(self._trainable & set(self.passes) - self.accounted - self._plan.used_elsewhere)
-        sizes = batch_sizes(self.calls) if self._sizes is None else self._sizes
-        totals = {} if self.early is None else dict(self.early.sums)
-        for part in in_parts(resolved, self._plan.layers()):
+        refuse_unseen_uses((trainable & self.reached.keys()) - self.accounted - plan.used_elsewhere)
+        sizes = self.batch_sizes()
+        totals = dict(self._sums)
+        for some in in_parts(resolved, plan.layers()):
             for call in self.calls:
-                local = {name: part.get(canonical) for name, canonical in call.parameter_names.items()}
-                if any(value is not None for value in local.values()):
-                    aligned = of_part(call, call.align(local), self.part)
-                    totals[call.batch] = totals[call.batch] + aligned if call.batch in totals else aligned
+                local = {name: some.get(canonical) for name, canonical in call.parameter_names.items()}
+                if any([value is not None for value in local.values()]):
+                    self._add(totals, call, local)
+        if len(sizes) == 1 and len(totals) == 1:
+            return next(iter(totals.values()))
         device = self.calls[0].device if self.calls else next(iter(totals.values())).device
         return torch.cat(
             [
@@ -292,6 +237,18 @@ class Tape:
                 for batch, size in sizes.items()
             ]
         )
+
+    def _add(self, totals: dict[int, Tensor], call: Kept, direction: Mapping[str, Tensor | None]) -> None:
+        """Add the contributions of a call to those of its micro-batch: of the examples that are rewarded."""
+        aligned = call.align(direction)
+        rows = self.part.get(call.batch)
+        if rows is not None and len(aligned) == call.num_recorded:
+            aligned = aligned[rows]
+        totals[call.batch] = totals[call.batch] + aligned if call.batch in totals else aligned
+
+    def batch_sizes(self) -> dict[int, int]:
+        """The number of examples of each micro-batch, in order."""
+        return batch_sizes(self.calls) if self._sizes is None else self._sizes
 
     def verify(self, gradients: Direction) -> None:
         """Check ``sum_i c_i(p.grad) = ‖p.grad‖²`` for every parameter p; with several processes, for the mean over them.
@@ -302,5 +259,91 @@ class Tape:
         Raises:
             VerificationError: Naming the first parameter that does not add up.
         """
-        resolved = resolve_direction(gradients, self._plan.aliases, self._plan.shapes, self._trainable)
-        verify_calls(self.calls, resolved, self._trainable - self._plan.used_elsewhere, self._plan.layers())
+        plan = self.plan
+        trainable = plan.trainable()
+        resolved = resolve_direction(gradients, plan.aliases, plan.shapes, trainable)
+        verify_calls(self.calls, resolved, trainable - plan.used_elsewhere, plan.layers())
+
+    # ---------------------------------------------------------------- aligning ahead (early.py says when)
+
+    def align_ahead(self, call: Kept, gradients: Mapping[str, Tensor]) -> None:
+        """Align one call with gradients that are final, and release it."""
+        if self._sizes is None:
+            self._sizes = batch_sizes(self.calls)
+        self._add(self._sums, call, {local: gradients[name] for local, name in call.parameter_names.items()})
+        self.calls.remove(call)
+        for name in call.parameter_names.values():
+            self._aligned_with[name] = _identity(gradients[name])
+
+    @property
+    def begun(self) -> bool:
+        """Whether a call was aligned ahead, so that its tensors are gone."""
+        return bool(self._aligned_with)
+
+    def differs_from(self, direction: Direction) -> bool:
+        """Whether ``direction`` is not, or not any more, the gradients that calls were aligned with ahead."""
+        for name, then in self._aligned_with.items():
+            value = direction.get(name)
+            if value is None or _identity(value) != then:
+                return True
+        return False
+
+
+def _identity(gradient: Tensor) -> tuple[int, int]:
+    """Where it is stored, and how often it was written to: a second backward pass or a change in place shows."""
+    return gradient.data_ptr(), gradient._version
+
+
+# ---------------------------------------------------------------- how many examples
+
+Structure = frozenset[tuple[tuple[int, str, int], int]]
+
+_SHARED = (
+    "Fix: what all examples share (positions) needs a batch axis of its own, as in positions.expand(N, -1), so that each "
+    "example's part in its gradient can be told."
+)
+
+
+def structure_of(calls: Sequence[Kept]) -> Structure:
+    """Which layers were called how often in each micro-batch; another structure is another kind of step."""
+    return frozenset(Counter([(call.batch, call.name, call.output_index) for call in calls]).items())
+
+
+def batch_sizes(calls: Sequence[Kept]) -> dict[int, int]:
+    """The number of examples of each micro-batch, in order.
+
+    Raises:
+        BatchSizeError: If the layers of one micro-batch disagree, or if one computes what all examples share.
+        UnsupportedLayerError: If a layer's output belongs to no example.
+    """
+    sizes: dict[int, int] = {}
+    for call in calls:
+        if isinstance(call, Recorded) and len(call.dout.shape) <= call.batch_axis:
+            raise UnsupportedLayerError(
+                f"'{call.name}' ({type(call.layer).__name__}) returned a scalar that reaches the loss; no part of it can be told to "
+                "belong to an example. Fix: return a value for each example and average outside, or leave it out with layers=."
+            )
+        if sizes.setdefault(call.batch, call.num_recorded) != call.num_recorded:
+            known = next(other for other in calls if other.batch == call.batch)
+            raise BatchSizeError(_disagreement(call, known))
+        if isinstance(call, LayerCall) and (length := call.consecutive_ids):
+            if any(other.num_positions == length for other in calls):
+                raise BatchSizeError(
+                    f"Layer '{call.name}' (Embedding) was given {call.num_examples} consecutive positions, as many as there are "
+                    f"examples, and its output looks shared by all of them. {_SHARED}"
+                )
+    return sizes if len(sizes) < 2 else dict(sorted(sizes.items()))
+
+
+def _disagreement(call: Kept, known: Kept) -> str:
+    if call.name == known.name:
+        return (
+            f"Layer '{call.name}' was called with {known.num_recorded} and with {call.num_recorded} examples in one micro-batch. "
+            "Fix: record one pass at a time; with a learner, call learner.sample(n) before each micro-batch and put passes that "
+            "are not part of the step into learner.paused()."
+        )
+    return (
+        f"Layer '{call.name}' saw {call.num_recorded} rows, layer '{known.name}' {known.num_recorded}. The first axis of every "
+        f"layer's output must count the examples. {_SHARED} Or keep examples on the first axis instead of folding them into "
+        f"another, or leave the layer out: layers=lambda name, module: name != '{call.name}'."
+    )

@@ -5,7 +5,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from inloop.checking import Check
-from inloop.comparison import Row
+from inloop.brute_force import Row
 
 
 def print_check(check: Check, console: Console) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from inloop.draws import Draw
+from inloop.step import Draw
 from inloop.errors import UsageError
 from inloop.mixture.mixture import Mixture
 from inloop.mixture.sources import Key, StreamSource

@@ -6,14 +6,11 @@ from inloop.policies.actions import count_actions as count_actions
 from inloop.policies.actions import map_actions as map_actions
 from inloop.policies.actions import part_of as part_of
 from inloop.policies.actions import same_actions as same_actions
-from inloop.policies.baselines import FixedMixture as FixedMixture
-from inloop.policies.baselines import LossMixture as LossMixture
-from inloop.policies.baselines import OnlineDataMixing as OnlineDataMixing
 from inloop.policies.discrete import Bernoulli as Bernoulli
 from inloop.policies.discrete import Categorical as Categorical
 from inloop.policies.discrete import Discrete as Discrete
 from inloop.policies.mixture import MixturePolicy as MixturePolicy
 from inloop.policies.policy import Policy as Policy
 from inloop.policies.policy import RewardSummary as RewardSummary
-from inloop.policies.policy import SelfTaught as SelfTaught
 from inloop.policies.product import Product as Product
+from inloop.policies.shares import Shares as Shares

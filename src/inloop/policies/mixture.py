@@ -108,9 +108,15 @@ def _shares(name: str, value: float | Sequence[float], num_sources: int) -> list
 
 
 def log_inverted_softmax(scores_K: Tensor) -> Tensor:
-    """``log((1 - softmax(s)) / (K - 1))`` without the cancellation."""
-    num_choices = len(scores_K)
-    others_KK = scores_K.expand(num_choices, num_choices).masked_fill(
-        torch.eye(num_choices, dtype=torch.bool, device=scores_K.device), -torch.inf
-    )
-    return others_KK.logsumexp(dim=1) - scores_K.logsumexp(dim=0) - math.log(num_choices - 1)
+    """``log((1 - softmax(s)) / (K - 1))`` in O(K), without the cancellation.
+
+    Of all scores but the largest, s_j <= max, ``1 - softmax(s)_j`` is at least a half and log1p keeps its precision; for the largest
+    it is ``sum_{j≠i} exp(s_j) / sum_j exp(s_j)``, a quotient of two sums of positive terms.
+    """
+    log_p_K = F.log_softmax(scores_K, dim=0)
+    largest = torch.zeros_like(scores_K, dtype=torch.bool)
+    largest[scores_K.detach().argmax()] = True
+    others = scores_K[~largest].logsumexp(dim=0) - scores_K.logsumexp(dim=0)
+    # The probability of the largest is exchanged before log1p: its derivative there may be infinite, and 0 * inf is nan.
+    rest_K = torch.log1p(-torch.where(largest, 0.0, log_p_K.exp()))
+    return torch.where(largest, others, rest_K) - math.log(len(scores_K) - 1)

@@ -46,18 +46,6 @@ class Policy(nn.Module, ABC):
         return summarise_by_choice(torch.zeros_like(rewards_N, dtype=torch.long), 1, rewards_N)
 
 
-class SelfTaught(Policy):
-    """A policy that learns from rewards by a rule of its own, in place of REINFORCE."""
-
-    @abstractmethod
-    def learn(self, actions: Actions, rewards_N: Tensor, probabilities_N: Tensor) -> bool:
-        """Take in the rewards of one step's examples; returns whether the distribution has changed.
-
-        Args:
-            probabilities_N: Of the actions, when they were drawn.
-        """
-
-
 def summarise_by_choice(choice_N: Tensor, num_choices: int, rewards_N: Tensor) -> RewardSummary:
     """Count, mean and unbiased standard deviation of the rewards of each choice."""
     choice_N, rewards_N = choice_N.to(rewards_N.device), rewards_N.double()

@@ -8,9 +8,8 @@ from torch import Tensor, nn
 
 from inloop.errors import UsageError
 from inloop.policies.actions import Actions
-from inloop.policies.baselines import FixedMixture
 from inloop.policies.discrete import Discrete
-from inloop.policies.policy import Policy, SelfTaught
+from inloop.policies.policy import Policy
 
 
 class Product(Policy):
@@ -40,11 +39,6 @@ class Product(Policy):
             raise UsageError("A Product needs at least one factor; got none.")
         before: dict[str, Policy] = {}
         for name, factor in factors.items():
-            if isinstance(factor, SelfTaught) and not isinstance(factor, FixedMixture):
-                raise UsageError(
-                    f"Factor '{name}' is a {type(factor).__name__}, which learns by a rule of its own and would not in a product. Fix: give it to "
-                    "the learner by itself, or use a learned policy here."
-                )
             self._check_condition(name, factor, before)
             before[name] = factor
         self.factors = nn.ModuleDict(dict(factors))

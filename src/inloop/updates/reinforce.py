@@ -1,4 +1,4 @@
-"""How a policy learns from rewards; by REINFORCE, it moves towards choices that were rewarded.
+"""REINFORCE: the policy moves towards choices that were rewarded.
 
     G = sum over the steps of a window, sum_i  w_i ∇_φ log p(a_i; φ_t)         w: the normalised rewards
 
@@ -12,29 +12,63 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from inloop.draws import Draw
 from inloop.errors import UsageError
-from inloop.policies import Policy, SelfTaught, concatenate
-from inloop.rewards import Normalisation
+from inloop.policies import Policy
+from inloop.rewards import NextStepLoss, Normalisation, Reward
+from inloop.step import Draw
+from inloop.updates.update import Update
 
 
-class Reinforce:
-    """Accumulates policy gradients over a window of steps, then takes one optimizer step."""
+class Reinforce(Update):
+    """Accumulates policy gradients over a window of steps, then takes one optimizer step.
+
+    Args:
+        optimizer: Over the policy's parameters; by default ``Adam(lr=0.1)``, the paper's.
+        accumulate: Rewarded steps for each update of the policy.
+        normalisation: Of rewards: "step" (mean 0 and deviation 1 within the step), "center" (mean 0 only: steps with small rewards
+            then count little, as when a model has fitted its data), "window" (within the accumulated steps), "none"; by default
+            the one that suits the reward.
+        start_after: Rewarded steps before the policy first moves.
+    """
 
     def __init__(
-        self, policy: Policy, optimizer: torch.optim.Optimizer, accumulate: int, normalisation: Normalisation
+        self,
+        optimizer: torch.optim.Optimizer | None = None,
+        accumulate: int = 10,
+        normalisation: Normalisation | None = None,
+        start_after: int = 0,
     ) -> None:
-        held = {id(p) for group in getattr(optimizer, "param_groups", []) for p in group["params"]}
+        super().__init__()
+        if accumulate < 1:
+            raise UsageError(f"accumulate={accumulate}: allowed are whole numbers from 1.")
+        if start_after < 0:
+            raise UsageError(f"start_after={start_after}: allowed are whole numbers from 0.")
+        if normalisation is not None and normalisation not in get_args(Normalisation):
+            raise UsageError(f"normalisation={normalisation!r}: allowed are {', '.join(get_args(Normalisation))}.")
+        self._given_optimizer, self._given_normalisation = optimizer, normalisation
+        self.accumulate = accumulate
+        self.start_after = start_after
+
+    def attach(self, policy: Policy, reward: Reward) -> None:
+        super().attach(policy, reward)
+        if not trainable(policy):
+            raise UsageError(
+                f"The policy, a {type(policy).__name__}, has no parameters to learn. Fix: give one that has, or update=False to watch only."
+            )
+        self.normalisation: Normalisation = self._given_normalisation or reward.normalisation
+        if isinstance(reward, NextStepLoss) and self.normalisation in ("step", "center"):
+            raise UsageError(
+                f"normalisation={self.normalisation!r} leaves nothing of the next step's loss, which is the same for all examples of a step. "
+                "Fix: use 'window' or 'none', or leave it out."
+            )
+        self.optimizer = self._given_optimizer or torch.optim.Adam(policy.parameters(), lr=0.1)
+        held = {id(p) for group in getattr(self.optimizer, "param_groups", []) for p in group["params"]}
         if not {id(p) for p in trainable(policy)} <= held <= {id(p) for p in policy.parameters()}:
             raise UsageError(
                 "The policy's optimizer must hold the policy's parameters and no others. Fix: make one for it, as in "
-                "torch.optim.Adam(policy.parameters(), lr=0.1)."
+                "inloop.Reinforce(torch.optim.Adam(policy.parameters(), lr=0.1))."
             )
-        self.policy = policy
-        self.optimizer = optimizer
-        self.accumulate = accumulate
-        self.normalisation = normalisation
-        self.version = 0
+        self._num_seen = 0
         self._clear()
 
     def _clear(self) -> None:
@@ -44,15 +78,17 @@ class Reinforce:
         self._rewarded = [torch.zeros_like(p) for p in trainable(self.policy)]
         self._unrewarded = [torch.zeros_like(p) for p in trainable(self.policy)]
 
-    def add(self, rewards_N: Tensor, draws: Sequence[Draw]) -> bool:
-        """Take in one step's rewards, of all processes, in the order of its draws; returns whether the policy was updated."""
+    def add(self, draws: Sequence[Draw], rewards_N: Tensor) -> bool:
+        self._num_seen += 1
+        if self._num_seen <= self.start_after:
+            return False
         rewards_N = rewards_N.detach().to("cpu", torch.float64)
         weights_N = rewards_N
         if self.normalisation == "step":
             weights_N = normalise(rewards_N)
         elif self.normalisation == "center":
             weights_N = rewards_N - rewards_N.mean()
-        parts = list(zip(draws, torch.split(weights_N, [sum(draw.paid_counts) for draw in draws]), strict=True))
+        parts = list(zip(draws, torch.split(weights_N, [sum(draw.rewarded_counts) for draw in draws]), strict=True))
         rewarded = [score_gradient(draw, weights_n) for draw, weights_n in parts]
         if self.normalisation == "window":
             _add(self._unrewarded, [score_gradient(draw, torch.ones_like(weights_n)) for draw, weights_n in parts])
@@ -83,6 +119,7 @@ class Reinforce:
         return {
             "optimizer": self.optimizer.state_dict(),
             "version": self.version,
+            "num_seen": self._num_seen,
             "steps": self._steps,
             "moments": self._moments.clone(),
             "rewarded": [g.clone() for g in self._rewarded],
@@ -91,55 +128,11 @@ class Reinforce:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state["optimizer"])
-        self.version, self._steps = state["version"], state["steps"]
+        self.version, self._steps, self._num_seen = state["version"], state["steps"], state["num_seen"]
         self._moments.copy_(state["moments"])
         for own, saved in ((self._rewarded, state["rewarded"]), (self._unrewarded, state["unrewarded"])):
             for gradient, value in zip(own, saved, strict=True):
                 gradient.copy_(value)
-
-
-class OwnRule:
-    """Lets a policy learn by its own rule, each step."""
-
-    def __init__(self, policy: SelfTaught) -> None:
-        self.policy = policy
-        self.version = 0
-
-    def add(self, rewards_N: Tensor, draws: Sequence[Draw]) -> bool:
-        """Take in one step's rewards, of all processes, in the order of its draws; returns whether the policy was updated."""
-        with torch.no_grad():
-            probabilities_N = torch.cat([draw.policy.log_prob(draw.paid).exp() for draw in draws])
-            actions = concatenate([draw.paid for draw in draws])
-            updated = self.policy.learn(actions, rewards_N.detach().cpu(), probabilities_N)
-        self.version += updated
-        return updated
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"version": self.version}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.version = state["version"]
-
-
-def make_updater(
-    policy: Policy, optimizer: torch.optim.Optimizer | None, accumulate: int, normalisation: Normalisation
-) -> Reinforce | OwnRule:
-    """What lets this policy learn: its own rule, if it has one, else REINFORCE, by default with ``Adam(lr=0.1)``."""
-    if accumulate < 1:
-        raise UsageError(f"accumulate={accumulate}: allowed are whole numbers from 1.")
-    if normalisation not in get_args(Normalisation):
-        raise UsageError(f"normalisation={normalisation!r}: allowed are {', '.join(get_args(Normalisation))}.")
-    if isinstance(policy, SelfTaught):
-        if optimizer is not None:
-            raise UsageError(
-                f"A {type(policy).__name__} learns by a rule of its own, and has no use for an optimizer. Fix: leave out policy_optimizer."
-            )
-        return OwnRule(policy)
-    if not trainable(policy):
-        raise UsageError(
-            f"The policy, a {type(policy).__name__}, has no parameters to learn. Fix: give one that has, or a baseline by itself."
-        )
-    return Reinforce(policy, optimizer or torch.optim.Adam(policy.parameters(), lr=0.1), accumulate, normalisation)
 
 
 def normalise(rewards_N: Tensor) -> Tensor:
@@ -158,7 +151,7 @@ def _mean_and_std(count: float, total: float, squares: float) -> tuple[float, fl
 def score_gradient(draw: Draw, weights_N: Tensor) -> list[Tensor]:
     """``sum_i w_i ∇_φ log p(a_i; φ_t)``, at the parameters that drew the actions."""
     parameters = trainable(draw.policy)
-    log_prob_N = draw.policy.log_prob(draw.paid)
+    log_prob_N = draw.policy.log_prob(draw.rewarded)
     objective = (weights_N.to(log_prob_N) * log_prob_N).sum()
     gradients = torch.autograd.grad(objective, parameters, allow_unused=True)
     return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True)]

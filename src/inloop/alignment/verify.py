@@ -5,14 +5,13 @@ parameter in the loss went through a recorded layer call, with the right formula
 to, nor whether the loss was a mean or a sum.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from inloop.alignment.call import LayerCall
 from inloop.alignment.direction import in_parts
-from inloop.alignment.reduced import AnyCall
+from inloop.alignment.kept import Kept
 from inloop.distributed import gather_numbers, sum_over_processes, whole, world_size
 from inloop.errors import VerificationError
 
@@ -21,7 +20,7 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, to
 
 
 def verify_calls(
-    calls: Sequence[AnyCall],
+    calls: Sequence[Kept],
     gradients: Mapping[str, Tensor | None],
     names: Collection[str],
     layers: Sequence[Sequence[str]] = (),
@@ -39,16 +38,17 @@ def verify_calls(
         units = _units(part, names)
         norms.update({name: norm for name, (norm, _) in units.items()})
 
-        def add(call: AnyCall, units: dict[str, tuple[float, Tensor]] = units) -> None:
+        def add(call: Kept, units: dict[str, tuple[float, Tensor]] = units) -> None:
             for local, name in call.parameter_names.items():
                 if name in units:
                     aligned = call.align({local: units[name][1]}).double()
                     total, magnitude = sums[name]
                     sums[name] = total + float(aligned.sum()), magnitude + float(aligned.abs().sum())
 
-        _visit(calls, add)
+        for call in calls:
+            call.visit_layers(add)
     sums = _mean_over_processes(sums)
-    coarsest = float(gather_numbers(max((_TOLERANCE[_precision(call)] for call in calls), default=0.0)).max())
+    coarsest = float(gather_numbers(max((_TOLERANCE[call.coarsest] for call in calls), default=0.0)).max())
     for name, (total, magnitude) in sorted(sums.items()):
         gradient = gradients[name]
         norm, tolerance = norms[name], max(coarsest, 0.0 if gradient is None else _TOLERANCE[gradient.dtype])
@@ -87,32 +87,20 @@ def refuse_unseen_uses(unseen: Collection[str]) -> None:
         )
 
 
-def _magnitude(calls: Sequence[AnyCall], name: str, gradient: Tensor | None, norm: float) -> float:
+def _magnitude(calls: Sequence[Kept], name: str, gradient: Tensor | None, norm: float) -> float:
     """``sum |dout| |f(x; g)|``, element by element, for the unit g along the gradient."""
     assert gradient is not None
     unit, magnitude = whole(gradient) / norm, 0.0
 
-    def add(call: AnyCall) -> None:
+    def add(call: Kept) -> None:
         nonlocal magnitude
         for local, canonical in call.parameter_names.items():
             if canonical == name:
-                magnitude += float(call.with_magnitudes().align({local: unit}).abs().sum())
+                magnitude += float(call.align({local: unit}, magnitudes=True).abs().sum())
 
-    _visit(calls, add)
-    return _mean_over_processes({name: (0.0, magnitude)})[name][1]
-
-
-def _visit(calls: Sequence[AnyCall], visit: Callable[[AnyCall], None]) -> None:
-    """Call ``visit`` with every layer's call."""
     for call in calls:
-        if call.rule.visit_layers is not None and isinstance(call, LayerCall):
-            call.rule.visit_layers(call, visit)
-        else:
-            visit(call)
-
-
-def _precision(call: AnyCall) -> torch.dtype:
-    return call.dout.dtype.to_real() if isinstance(call, LayerCall) else call.dtype
+        call.visit_layers(add)
+    return _mean_over_processes({name: (0.0, magnitude)})[name][1]
 
 
 _CAUSES = """Usual reasons, and what to do:

@@ -2,45 +2,34 @@
 
 Learned positions, class tokens and scales are used by a module that has other layers below it; the weight of a layer may be used
 without calling it; and a lookup of positions that all examples share has no batch axis. During the model's forward pass every torch
-function is watched: what is computed from such parameters and constants alone is *derived*, and remembered with its recipe. The first
-operation that mixes something derived with data has a row for each example again, and is recorded (``operation.py``).
+function is watched: the result of parameters and constants alone is *derived*, and remembered with its recipe. The first
+operation that mixes a derived tensor with data has a row for each example again, and is recorded (``operation.py``).
 
-Layers called with data are recorded by their own hooks; what happens inside of them is not watched.
+Layers called with data are recorded by their own hooks; operations inside of them are not watched. After the first step the watch goes,
+unless it has found something.
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from inloop.alignment.black_box import random_state
-from inloop.alignment.call import tensors_in
-from inloop.alignment.operation import Recipe, Value, is_in_place, is_random_factory
+from inloop.alignment.call import Layouts, original_type
+from inloop.alignment.hooks import Hook, not_compiled
+from inloop.alignment.kept import tensors_in
+from inloop.alignment.operation import Recipe, Use, Value, first_length, is_in_place, is_random_factory
+from inloop.alignment.plan import Plan
 
-Record = Callable[["Use"], None]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Use:
-    """Where parameters meet the data.
-
-    Attributes:
-        recipe: How the output follows from parameters and data.
-        data: The tensors of the recipe that are no parameters.
-        names: The parameters in it.
-        where: In words.
-    """
-
-    recipe: Recipe
-    data: list[Tensor]
-    names: list[str]
-    out: Tensor
-    where: str
+Record = Callable[[Use], None]
 
 
 class Constant:
@@ -247,6 +236,154 @@ def _with_slots(recipe: Recipe, slot: Callable[[Tensor], Value], names: dict[str
     return recipe.map(change)
 
 
-def first_length(inputs: Any) -> int | None:
-    """The number of rows of the first tensor among a model's inputs."""
-    return next((len(tensor) for tensor in tensors_in(inputs) if tensor.dim()), None)
+class Watch:
+    """What is known during one forward pass of the model, between its hooks.
+
+    Args:
+        is_active: Whether passes are watched at the moment.
+        record: Called with each use of parameters outside of layers' calls, the parameters by name, and a key for it that is the
+            same in every pass.
+        find_layouts: Says of a model and its inputs where the examples are in its outputs; None if that is known already.
+
+    Attributes:
+        is_needed: Whether a pass has shown what must be watched in every one: a parameter outside of layers' calls, or examples that are not
+            on the first axis.
+        layouts: Where the examples are in the layers' outputs, if not on the first axis.
+        num_examples: Of the pass, as its first input says.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        is_active: Callable[[], bool],
+        record: Callable[[Use, dict[str, Tensor], tuple[str, int]], None],
+        find_layouts: Callable[[nn.Module, Any], Layouts] | None = None,
+    ) -> None:
+        self.is_needed = bool(plan.bare)
+        self.layouts: Layouts = {}
+        self.num_examples: int | None = None
+        self._plan, self._is_active, self._record, self._find_layouts = plan, is_active, record, find_layouts
+        self._tracer: Tracer | None = None
+        self._depth = 0
+        self._num_uses: Counter[object] = Counter()
+        self._layers: list[bool] = []  # those that are running: whether they are recorded as a whole
+        self._names: dict[int, str] = {}  # of parameters, by identity
+        self._names_are_new = False
+        self._parameters: dict[str, Tensor] = {}
+        self.handles: list[RemovableHandle] = []
+        for site in plan.sites:
+            self._hook(site.module, partial(_enter_layer, site.name, True), Watch.leave_layer)
+        for name, module in _not_recorded(model, plan):  # though a parameter of it may be, where it is used elsewhere
+            self._hook(module, partial(_enter_layer, name, False), Watch.leave_layer)
+        for module in model.modules():
+            if original_type(module) is not type(module):  # sharded: behind the hook that makes its parameters whole
+                self.handles.append(module.register_forward_pre_hook(_Tell(self, Watch.parameters_changed)))
+        self._hook(model, Watch.enter_model, Watch.leave_model)
+
+    def _hook(self, module: nn.Module, enter: Callable[..., Any], leave: Callable[..., Any]) -> None:
+        self.handles.append(module.register_forward_pre_hook(_Tell(self, enter), prepend=True, with_kwargs=True))
+        self.handles.append(module.register_forward_hook(_Tell(self, leave), always_call=True))
+
+    @property
+    def follows_operations(self) -> bool:
+        """Whether the layer that is running is not recorded as a whole, since it was called without data."""
+        return bool(self._layers) and not self._layers[-1]
+
+    def enter_model(self, model: nn.Module, *inputs: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        if self._tracer is not None:
+            self._depth += 1  # the model calls itself
+        if self._tracer is not None or not self._is_active():
+            return
+        if self._find_layouts is not None:
+            self.layouts = self._find_layouts(model, inputs)
+            self.is_needed |= bool(self.layouts)  # they are read with the number of examples of each pass
+        self._names.clear()
+        self.parameters_changed()
+        self.num_examples = first_length(inputs)
+        self._num_uses.clear()
+        self._tracer = Tracer(model, partial(self._name_of, model), self.num_examples, self._use)
+        self._tracer.__enter__()  # type: ignore[no-untyped-call]
+
+    def parameters_changed(self, *_: Any) -> None:
+        """Other tensors may have taken their place."""
+        self._names_are_new = False
+
+    def _name_of(self, model: nn.Module, tensor: Tensor) -> str | None:
+        """Looked up anew when one is not known, as sharded parameters are exchanged for whole ones while their module runs."""
+        if id(tensor) not in self._names and not self._names_are_new:
+            self._names_are_new = True
+            counted = self._plan.counted()
+            for name, parameter in model.named_parameters(remove_duplicate=False):
+                canonical = self._plan.aliases[name]
+                self._names[id(parameter)] = canonical if canonical in counted else ""
+                self._parameters[canonical] = parameter
+        return self._names.get(id(tensor))
+
+    def leave_model(self, *_: Any, entirely: bool = False) -> None:
+        if self._depth and not entirely:
+            self._depth -= 1
+            return
+        self._depth = 0
+        if self._tracer is not None:
+            self._tracer.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._tracer = None
+        self._layers.clear()
+
+    def enter_layer(self, name: str, counted: bool, inputs: Any) -> Any:
+        """Returns what takes the place of the layer's inputs, if anything."""
+        tracer = self._tracer
+        if tracer is None:
+            return None
+        whole = not counted or tracer.has_data(inputs) or tracer.has_row_for_each_example(inputs)
+        self._layers.append(whole)
+        if not whole:
+            self.is_needed = True
+            return None
+        if tracer.has_derived(inputs):
+            inputs = tree_map_only(Tensor, lambda tensor: tracer.hand_over(tensor, name), inputs)
+        tracer.enter_layer()
+        return inputs
+
+    def leave_layer(self, *_: Any) -> None:
+        if self._tracer is not None and self._layers and self._layers.pop():
+            self._tracer.leave_layer()
+
+    def _use(self, use: Use) -> None:
+        self.is_needed = True
+        which = (*use.names, use.where)
+        self._record(use, {name: self._parameters[name] for name in use.names}, (str(which), self._num_uses[which]))
+        self._num_uses[which] += 1
+
+
+def _enter_layer(name: str, counted: bool, watch: Watch, module: nn.Module, *inputs: Any) -> Any:
+    return watch.enter_layer(name, counted, inputs)
+
+
+def _not_recorded(model: nn.Module, plan: Plan) -> list[tuple[str, nn.Module]]:
+    """Modules whose own parameters are left out with layers=."""
+    recorded = {id(module) for site in plan.sites for module in site.module.modules()}
+    return [
+        (path, module)
+        for path, module in model.named_modules()
+        if id(module) not in recorded
+        and any(
+            parameter is not None and plan.aliases[f"{path}.{local}" if path else local] not in plan.bare
+            for local, parameter in module._parameters.items()
+        )
+    ]
+
+
+class _Tell(Hook[Watch]):
+    """Calls a method of the watch."""
+
+    def __init__(self, watch: Watch, method: Callable[..., Any]) -> None:
+        super().__init__(watch)
+        self._method = method
+
+    @not_compiled
+    def __call__(self, module: nn.Module, *rest: Any) -> Any:
+        watch = self.owner()
+        return None if watch is None else self._method(watch, module, *rest)

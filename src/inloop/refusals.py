@@ -1,13 +1,11 @@
-"""What must hold of a training step before it can be paid or pay for another."""
+"""What must hold of a training step before it is rewarded or judges another; errors that name the fix where it does not."""
 
 import hashlib
 import logging
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +13,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import get_total_norm
 
 from inloop.alignment import Direction, Tape
-from inloop.alignment.batch_size import Structure, batch_sizes, structure_of
 from inloop.alignment.plan import Plan
 from inloop.distributed import gather_numbers, is_distributed, is_sharded, own_part, whole
-from inloop.draws import Draw
 from inloop.errors import BatchSizeError, UsageError
 from inloop.policies import Policy
+from inloop.step import Draw
 
 log = logging.getLogger("inloop")
 
@@ -64,19 +61,6 @@ def warn_once(text: str) -> None:
     log.warning(text)
 
 
-def has_moved(model: nn.Module, tape: Tape) -> bool:
-    """Whether parameters were changed since the backward pass that a tape recorded: by an optimizer, usually."""
-    return any(p._version != tape.versions.get(name, p._version) for name, p in model.named_parameters())
-
-
-def warn_of_moved_parameters(model: nn.Module, tape: Tape | None) -> None:
-    if tape is not None and has_moved(model, tape):
-        warn_once(
-            "the model's parameters changed between the backward pass and learner.step, so the held-out loss is not that of the step it judges. "
-            "Fix: call learner.step(loss) before optimizer.step()"
-        )
-
-
 def gradient_norm(gradients: Direction) -> float:
     """‖g‖ over all parameters: one pass that shows gradients that are gone (zero) or broken (not finite)."""
     present = [_values(gradient) for gradient in gradients.values() if gradient is not None]
@@ -91,7 +75,7 @@ def is_cleared(gradients: Direction) -> bool:
 
 def _has_gradient(tape: Tape, gradients: Direction) -> bool:
     """Whether the recorded passes had a gradient that is not zero, in truth (dead units leave one that is)."""
-    shapes = {name: shape for name, shape in tape.parameter_shapes.items() if name in gradients}
+    shapes = {name: shape for name, shape in tape.plan.shapes.items() if name in gradients}
     return bool(tape.contributions({name: torch.ones(shape) for name, shape in shapes.items()}).any())
 
 
@@ -129,16 +113,25 @@ def refuse_missing_gradients(tape: Tape | None, gradients: Direction, norm: floa
 def refuse_missing_tape(tape: Tape | None) -> None:
     if tape is None:
         raise UsageError(
-            "This step was not recorded, since a plain step was sampled before it was trained on, or parameters were changed between its backward "
-            "passes (as by LBFGS, which runs its closure several times). Fix: with interleave=True call learner.sample(n) right before each batch, or draw ahead with learner.draw and learner.use; "
-            "call learner.step(loss) before each optimizer.step()."
+            "This step was not recorded, since a plain step was sampled before it was trained on. Fix: with interleave=True call "
+            "learner.sample(n) right before each batch, or draw ahead with learner.draw and learner.use."
+        )
+
+
+def refuse_cleared_passes(tape: Tape) -> None:
+    """Raise if gradients were cleared between the backward passes of one step: the first of them are not in the gradient."""
+    if tape.lost_gradients:
+        raise UsageError(
+            "The gradients were cleared between two backward passes of one step (as by LBFGS, which runs its closure several times, or by a "
+            "batch that was given up). Fix: put all passes but the one that counts into `with learner.paused():`, call learner.skip() after a "
+            "batch that was given up, and learner.step(loss) before each optimizer.step()."
         )
 
 
 def refuse_other_batch_sizes(tape: Tape, draws: Sequence[Draw]) -> None:
     """Raise unless there is one action for each example."""
-    chosen, seen = [draw.num_examples for draw in draws], list(batch_sizes(tape.calls).values())
-    passes = max(tape.passes.values(), default=1)
+    chosen, seen = [draw.num_examples for draw in draws], list(tape.batch_sizes().values())
+    passes = max(tape.reached.values(), default=1)
     often = f" in {passes} backward passes" if passes > len(seen) else ""
     if sum(seen) != sum(chosen) or (len(seen) == len(chosen) and seen != chosen):
         raise BatchSizeError(
@@ -167,10 +160,10 @@ def refuse_other_losses(losses_N: Tensor | None, draws: Sequence[Draw]) -> None:
 
 
 def refuse_other_parts(tape: Tape, draws: Sequence[Draw]) -> None:
-    """Raise if other examples were recorded than will be paid."""
+    """Raise if other examples were recorded than will be rewarded."""
     batches = sorted({call.batch for call in tape.calls})
     parts = [tape.part.get(batch) for batch in batches]
-    rows = [draw.paid_here for draw in draws]
+    rows = [draw.rewarded_here for draw in draws]
     if len(parts) != len(rows) or not all(_same_rows(*pair) for pair in zip(parts, rows, strict=True)):
         raise UsageError(
             "With part= below 1, batches must be trained on in the order in which they were sampled, each before the next is sampled, and with "
@@ -194,41 +187,13 @@ def _same_rows(first: Tensor | None, second: Tensor | None) -> bool:
     return first is second or (first is not None and second is not None and torch.equal(first, second))
 
 
-class Verifier:
-    """Checks that the recorded examples of a step account for its gradients.
-
-    Args:
-        when: True for every step, False for none, "first" for the first two times that a kind of step is seen: the second shows
-            gradients that were not cleared, and another kind of step may hide a pass that does not belong to it.
-    """
-
-    def __init__(self, when: bool | Literal["first"]) -> None:
-        if when not in ("first", True, False):
-            raise UsageError(f"verify={when!r}: allowed are 'first', True and False.")
-        self.when = when
-        self._seen: Counter[Structure] = Counter()
-
-    def is_done(self, num_verified: int) -> bool:
-        """Whether steps may come whose examples are not all recorded."""
-        return self.when is False or (self.when == "first" and num_verified >= 2)
-
-    def wants(self, tape: Tape | None) -> bool:
-        """Whether this step is to be checked."""
-        if tape is not None and tape.part:
-            return False
-        if tape is None or self.when != "first":
-            return tape is not None and self.when is True
-        return self._seen[structure_of(tape.calls)] < 2
-
-    def check(self, tape: Tape, gradients: Direction) -> None:
-        tape.verify(gradients)
-        self._seen[structure_of(tape.calls)] += 1
-
-
-def what_is_not_finite(loss: float, gradients: Direction, norm: float) -> str | None:
+def what_is_not_finite(model: nn.Module, loss: float, gradients: Direction, norm: float) -> str | None:
     """The reason to drop a step, or None."""
     if not math.isfinite(loss):
-        return f"the loss is {loss}"
+        broken = [name for name, p in model.named_parameters() if not bool(own_part(p.detach()).isfinite().all())]
+        more = f" and {len(broken) - 1} more" if broken[1:] else ""
+        where = f"; parameter '{broken[0]}'{more} is not finite, so no later loss will be" if broken else ""
+        return f"the loss is {loss}{where}"
     if not math.isfinite(norm):  # or finite entries with squares that are not
         values = ((name, own_part(_values(g))) for name, g in gradients.items() if g is not None)
         name = next((name for name, part in values if not bool(part.isfinite().all())), None)

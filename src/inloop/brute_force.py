@@ -1,7 +1,7 @@
 """Every parameter's contributions, by the engine and by brute force: one backward pass for each example."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +10,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from inloop.alignment import Tape, capture
-from inloop.alignment.call import LayerCall, leaves_of
-from inloop.alignment.operation import Operation
-from inloop.alignment.reduced import AnyCall, ReducedCall
 
 Losses = Callable[[nn.Module, Any], Tensor]
 
@@ -45,7 +42,7 @@ class Row:
 def compare(model: nn.Module, batch: Any, losses: Losses, options: dict[str, Any]) -> tuple[list[Row], torch.dtype]:
     """Every parameter's contributions, by the engine and by brute force."""
     model.zero_grad()
-    with capture(model, "sum", verify=True, **options) as tape:
+    with capture(model, reduction="sum", verify=True, **options) as tape:
         losses_N = losses(model, batch)
         losses_N.sum().backward(retain_graph=True)
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -100,28 +97,11 @@ def _costs(tape: Tape, direction: dict[str, Tensor]) -> dict[str, tuple[str, flo
         total = sum(direction[canonical].numel() for canonical in call.parameter_names.values())
         for canonical in call.parameter_names.values():
             share = direction[canonical].numel() / max(total, 1)
-            rules.setdefault(canonical, set()).add(_describe(call))
-            sizes[canonical] = sizes.get(canonical, 0.0) + share * sum(_sizes(call)) / max(call.num_examples, 1)
+            rules.setdefault(canonical, set()).add(call.kind)
+            sizes[canonical] = sizes.get(canonical, 0.0) + share * sum(t.nbytes for t in call.tensors()) / max(call.num_examples, 1)
             seconds[canonical] = seconds.get(canonical, 0.0) + share * took
     whole = sum(seconds.values()) or 1.0
     return {name: (" + ".join(sorted(rules[name])), sizes[name], seconds[name] / whole) for name in rules}
-
-
-def _sizes(call: AnyCall) -> Iterator[int]:
-    kept: Any = dict(call.gradients) if isinstance(call, ReducedCall) else (call.args, call.kwargs, call.dout)
-    yield from (leaf.nbytes for leaf in leaves_of(kept) if isinstance(leaf, Tensor))
-    if isinstance(call, LayerCall) and call.rule.keeps_parameters:
-        yield from (parameter.nbytes for parameter in call.layer.parameters())
-
-
-def _describe(call: AnyCall) -> str:
-    layer = call.call.layer if isinstance(call, ReducedCall) else call.layer
-    if isinstance(layer, Operation):
-        return f"operation {layer.recipe.name}"
-    kind = type(layer).__name__
-    if call.rule.replays:
-        return f"{kind}, run again"
-    return f"{kind}, gradients kept" if isinstance(call, ReducedCall) else kind
 
 
 def _note(model: nn.Module, name: str, parameter: nn.Parameter, rule: str, brute: Tensor | None) -> str:

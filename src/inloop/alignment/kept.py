@@ -1,0 +1,257 @@
+"""The forms in which a recorded call is kept until a direction is known, behind one small interface.
+
+    LayerCall           x and dout                                     call.py
+    ExampleGradients    the gradients of the examples, [N, *θ]         here
+    BlackBoxCall        all that it takes to run a module again        black_box.py
+    ModelCall           the same for a model or a checkpointed part    replay.py
+
+The form is chosen when the gradient of the output arrives, by size. ``retain="half"`` maps :class:`Half` over the tensors of any
+form; another pair of pack and unpack (offloading) would work in the same way.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+_SLICE = 1 << 20  # elements that are converted to half precision at a time
+
+
+class Kept(ABC):
+    """What a tape keeps of one call of a layer.
+
+    Attributes:
+        name: The place of the layer in the model.
+        kind: The type of the layer, and how its calls are aligned, in words.
+        parameter_names: The trainable parameters of the layer: name in the layer -> name in the model.
+        batch: The number of the micro-batch that the call belongs to.
+        output_index: The output that the gradient belongs to, for a layer with several.
+        num_recorded: The number of examples in the call.
+        num_examples: The number of examples that are kept; fewer than ``num_recorded`` if only a part is rewarded.
+        num_positions: The length of the axis after the examples', for outputs that have more than features.
+        dtype: The precision of the contributions.
+        coarsest: The lowest precision that took part.
+    """
+
+    # Fields of the dataclasses, or properties: each form knows them in its own way.
+    name: str
+    kind: str
+    parameter_names: Mapping[str, str]
+    batch: int
+    output_index: int
+    num_recorded: int
+    num_examples: int
+    num_positions: int
+    dtype: torch.dtype
+    coarsest: torch.dtype
+    device: torch.device
+
+    @abstractmethod
+    def align(self, direction: Mapping[str, Tensor | None], magnitudes: bool = False) -> Tensor:
+        """``<dout_i, J_θ f(x; θ_t)[direction]_i>`` for every example i, [N].
+
+        Args:
+            direction: By the parameter's name in the layer; a missing entry is zero.
+            magnitudes: Add up magnitudes instead of values: rounding errors are relative to that.
+        """
+
+    @abstractmethod
+    def tensors(self) -> list[Tensor]:
+        """The tensors that are kept, packed as they are."""
+
+    @abstractmethod
+    def map(self, pack: Callable[[Tensor], Any]) -> "Kept":
+        """The same with its tensors packed. A form that needs its tensors exactly returns itself."""
+
+    def visit_layers(self, visit: Callable[["Kept"], None]) -> None:
+        """Call ``visit`` with the call of every layer: with this one, unless it is the call of a whole model."""
+        visit(self)
+
+    def own_parameters(self) -> "Kept":
+        """The same with copies of all parameters that aligning needs, before an optimizer changes them."""
+        return self
+
+    @property
+    def needs_backward(self) -> bool:
+        """Whether aligning runs a backward pass, which must not happen inside another one."""
+        return False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExampleGradients(Kept):
+    """The gradients of the examples through one call, where they are smaller than x and dout.
+
+    Attributes:
+        gradients: By parameter of the layer, [N, *shape].
+        sizes: Sums of magnitudes in place of sums, for parameters whose gradient may cancel within an example.
+    """
+
+    name: str
+    kind: str
+    parameter_names: Mapping[str, str]
+    batch: int
+    num_recorded: int
+    num_examples: int
+    num_positions: int
+    gradients: Mapping[str, Any]
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+    output_index: int = 0
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        dtype: torch.dtype = next(iter(self.gradients.values())).dtype
+        return dtype
+
+    @property
+    def coarsest(self) -> torch.dtype:  # type: ignore[override]
+        return self.dtype
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self.tensors()[0].device
+
+    def align(self, direction: Mapping[str, Tensor | None], magnitudes: bool = False) -> Tensor:
+        """``sum_θ <∂l_i/∂θ, direction_θ>``."""
+        total: Tensor | None = None
+        for name, packed in self.gradients.items():
+            along = direction.get(name)
+            if along is None:
+                continue
+            gradient = full(packed)
+            along = along.detach().to(gradient.dtype).flatten()
+            if magnitudes:
+                gradient, along = full(self.sizes.get(name, packed)).abs(), along.abs()
+            product = gradient.reshape(len(gradient), along.numel()) @ along
+            total = product if total is None else total + product
+        return torch.zeros(self.num_examples, dtype=self.dtype, device=self.device) if total is None else total
+
+    def tensors(self) -> list[Tensor]:
+        return tensors_in((dict(self.gradients), dict(self.sizes)))
+
+    def map(self, pack: Callable[[Tensor], Any]) -> "ExampleGradients":
+        gradients, sizes = tree_map_only(Tensor, pack, (dict(self.gradients), dict(self.sizes)))
+        return replace(self, gradients=gradients, sizes=sizes)
+
+
+# ---------------------------------------------------------------- half precision
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Half:
+    """A tensor in half the memory: ``values * scale``, float16 numbers and a power of two.
+
+    The largest magnitude lies between 1 and 2 after scaling, so the gradients of a mean loss do not underflow. A number loses at
+    most 2**-11 of itself, or 2**-25 of the tensor's largest if it is much smaller.
+    """
+
+    values: Tensor
+    scale: Tensor
+    precision: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Half":
+        smallest, largest = torch.aminmax(tensor) if tensor.numel() else (tensor.new_zeros(()),) * 2
+        scale = _power_of_two(torch.maximum(largest, -smallest))
+        values = torch.empty_like(tensor, dtype=torch.float16)
+        for part, of in zip(_slices(values), _slices(tensor), strict=True):
+            part.copy_(of / scale)
+        return cls(values, scale, tensor.dtype)
+
+    def full(self) -> Tensor:
+        return self.values.to(self.precision).mul_(self.scale)
+
+    def __getitem__(self, rows: slice) -> "Half":
+        return Half(self.values[rows], self.scale, self.precision)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the full tensor."""
+        return self.precision
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    @property
+    def nbytes(self) -> int:
+        """Of the full tensor."""
+        return self.values.numel() * self.precision.itemsize
+
+
+def full(packed: Any) -> Tensor:
+    """The tensor that was packed, in its own precision."""
+    return packed.full() if isinstance(packed, Half) else packed
+
+
+def _power_of_two(largest: Tensor) -> Tensor:
+    """Such that ``largest`` divided by it is from 1 to 2."""
+    return torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - 1)
+
+
+def _slices(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Along the first axis."""
+    if tensor.dim() == 0:
+        return (tensor,)
+    return torch.split(tensor, max(1, len(tensor) * _SLICE // max(1, tensor.numel())))
+
+
+class Halves:
+    """Packs tensors as halves, each once: several calls may share a tensor."""
+
+    def __init__(self) -> None:
+        # A storage that is referred to weakly gives back its memory, but not its address: no other can be taken for it.
+        self._known: dict[tuple[Any, ...], tuple[StorageWeakRef, Half]] = {}
+
+    def __call__(self, tensor: Tensor) -> Any:
+        if tensor.dtype not in (torch.float32, torch.float64):
+            return tensor
+        storage = StorageWeakRef(tensor.untyped_storage())
+        key = (storage.cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor._version)
+        if key not in self._known:
+            self._known[key] = storage, Half.of(tensor.detach())
+        return self._known[key][1]
+
+    def clear(self) -> None:
+        self._known.clear()
+
+
+# ---------------------------------------------------------------- nests of tensors
+
+
+def leaves_of(tree: Any) -> Iterator[Any]:
+    """The leaves of a nest of arguments. For tuples, lists and dicts much faster than torch's own, which it uses for the rest."""
+    if isinstance(tree, Tensor | Half):
+        yield tree
+    elif type(tree) is tuple or type(tree) is list:
+        for part in tree:
+            yield from leaves_of(part)
+    elif type(tree) is dict:
+        for part in tree.values():
+            yield from leaves_of(part)
+    else:
+        yield from tree_leaves(tree)
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """All tensors of a nest; of a half its values."""
+    if type(tree) is tuple and len(tree) == 1 and isinstance(tree[0], Tensor):  # the inputs of most layers
+        return [tree[0]]
+    leaves = (leaf.values if isinstance(leaf, Half) else leaf for leaf in leaves_of(tree))
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def versions_of(tree: Any) -> tuple[int, ...]:
+    """How often torch has written into each tensor; a detached tensor shares the count of its original."""
+    return tuple([tensor._version for tensor in tensors_in(tree)])

@@ -1,0 +1,59 @@
+"""How a policy learns from rewards: the protocol of all update rules."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from inloop.errors import UsageError
+from inloop.policies import Policy
+from inloop.rewards import Reward
+from inloop.step import Draw
+
+
+class Update(ABC):
+    """Moves a policy. One object serves one learner, which attaches it.
+
+    Attributes:
+        policy: The policy that it moves.
+        version: How often the policy was changed.
+    """
+
+    policy: Policy
+
+    def __init__(self) -> None:
+        self.version = 0
+        self._is_attached = False
+
+    def attach(self, policy: Policy, reward: Reward) -> None:
+        """The policy to move, and the reward that it learns from. Raises if the rule has no use for them."""
+        if self._is_attached:
+            raise UsageError(
+                f"This {type(self).__name__} belongs to another learner already. Fix: make one for each learner."
+            )
+        self._is_attached = True
+        self.policy = policy
+
+    @abstractmethod
+    def add(self, draws: Sequence[Draw], rewards_N: Tensor) -> bool:
+        """Take in the rewards of one step; returns whether the policy was changed.
+
+        Args:
+            draws: The draws of the step, one for each micro-batch.
+            rewards_N: The rewards of all processes' examples, in the order of the draws' ``rewarded``; all are finite.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"version": self.version}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict`."""
+        self.version = state["version"]
+
+
+class Watch(Update):
+    """Never moves the policy: for looking at the rewards alone."""
+
+    def add(self, draws: Sequence[Draw], rewards_N: Tensor) -> bool:
+        return False
