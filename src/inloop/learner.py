@@ -27,7 +27,7 @@ from inloop.distributed import unwrapped, world_size
 from inloop.draws import Draw, DrawnStep
 from inloop.errors import UsageError, VerificationError
 from inloop.pending import Pending
-from inloop.policies import Actions, Policy
+from inloop.policies import Actions, FixedMixture, Policy
 from inloop.randomness import default_generator
 from inloop.recording import CHANGED_GRADIENTS, Recording
 from inloop.reinforce import make_updater
@@ -267,8 +267,9 @@ class InLoop:
             probabilities=self.policy.probabilities(),
             **payment,
         )
-        # A held-out judge does not agree with itself: what it gives everything to may deserve it.
-        if report.collapsing and not self._collapsing and not callable(self._pending.reference):
+        # A held-out judge does not agree with itself: what it gives everything to may deserve it. Fixed shares are as they were meant.
+        may_collapse = not callable(self._pending.reference) and not isinstance(self.policy, FixedMixture)
+        if report.collapsing and not self._collapsing and may_collapse:
             log.warning("step %d: %s", self.num_steps, describe_collapse(report.shares))
         self._collapsing = report.collapsing
         return report
