@@ -85,10 +85,11 @@ def _values(records: Sequence[Record], name: str) -> list[float]:
 def _shares_over_steps(records: Sequence[Record], group: str, choices: Sequence[str]) -> Figure:
     figure = Figure(figsize=(9, 3.8), layout="constrained")
     axis = figure.subplots()
+    colours = colormaps["tab10" if len(choices) <= 10 else "tab20"]
     for number, choice in enumerate(choices):
         name = _name("probability", group, choice)
         steps = [record["step"] for record in records if name in record]
-        axis.plot(steps, _values(records, name), color=colormaps["tab20"](number % 20), linewidth=1.5, label=choice)
+        axis.plot(steps, _values(records, name), color=colours(number % 20), linewidth=1.5, label=choice)
     axis.axhline(1 / len(choices), color="black", linewidth=0.6, linestyle=":")
     axis.set(xlabel="step", ylabel="share", ylim=(0, None))
     if len(choices) <= _MOST_LABELS:
