@@ -34,26 +34,31 @@ format: $(INSTALLED)
 docs: $(INSTALLED)  ## the documentation site, in docs/_build/html
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
 
-package: $(INSTALLED)  ## wheel and sdist in dist/; the wheel, made from the sdist, is tried in an environment of its own
+package: $(INSTALLED)  ## wheels and sdists in dist/; the wheels, made from the sdists, are tried in an environment of their own
 	rm -rf dist build
 	$(BIN)/python -m build --outdir dist . > /dev/null
+	$(BIN)/python -m build --outdir dist lab > /dev/null
 	$(PYTHON) -m venv build/trial
-	build/trial/bin/pip install --quiet --constraint constraints.txt "$$(ls dist/*.whl)[cli]"
-	cd build/trial && bin/inloop run splits --seeds 1 --epochs 2 && bin/inloop report runs
+	build/trial/bin/pip install --quiet --constraint constraints.txt "$$(ls dist/inloop-*.whl)[cli]"
 	build/trial/bin/python -W error -c "import importlib.resources as r, inloop; assert (r.files(inloop) / 'py.typed').is_file(); inloop.augment.FastAutoAugment()"
+	build/trial/bin/python -c "import importlib.util as u, inloop.datasets as d; d.digits(); assert u.find_spec('inloop_lab') is None"
+	cd examples && ../build/trial/bin/inloop check check_model:make && ../build/trial/bin/inloop report --help > /dev/null
+	build/trial/bin/inloop run splits; test $$? = 2  # says what to install
+	build/trial/bin/pip install --quiet --constraint constraints.txt "$$(ls dist/inloop-*.whl)[lab]" dist/inloop_lab-*.whl
+	cd build/trial && bin/inloop run splits --seeds 1 --epochs 2 && bin/inloop report runs
 	rm -rf build
 
 bench: $(INSTALLED)  ## fails if time or memory of a step has become worse than in results/cost
 	$(BIN)/inloop bench --models mlp,wrn-16-4,gpt-6 --modes gar,gar-interleaved,gar-half --against results/cost/bench.json
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml lab/pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,docs,integrations]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,docs,integrations]" --editable lab
 	touch $(INSTALLED)
 
-.venv/demo-installed: pyproject.toml constraints.txt
+.venv/demo-installed: pyproject.toml lab/pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[cli]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[lab]" --editable lab
 	touch .venv/demo-installed
 
 clean:

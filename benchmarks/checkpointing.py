@@ -17,8 +17,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import inloop
-from inloop.lab.bench.memory import peak_bytes
-from inloop.lab.bench.tasks import make_task
+from inloop_lab.bench.memory import peak_bytes
+from inloop_lab.bench.tasks import make_task
 
 
 class Checkpointed(nn.Module):

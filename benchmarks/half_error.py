@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from inloop.alignment import capture, gradients_of
-from inloop.lab.bench.modes import plain
-from inloop.lab.bench.tasks import Task, make_task
+from inloop_lab.bench.modes import plain
+from inloop_lab.bench.tasks import Task, make_task
 
 
 def rewards(task: Task, retain: str, direction: dict[str, Tensor]) -> Tensor:

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 import inloop
 from inloop.alignment import Tape, gradients_of
-from inloop.lab.data.images import to_input
-from inloop.lab.data.named import load_data
-from inloop.lab.networks.transformers import gpt, vit_tiny
-from inloop.lab.networks.wide_resnet import make_wide_resnet
+from inloop_lab.data.images import to_input
+from inloop_lab.data.named import load_data
+from inloop_lab.networks.transformers import gpt, vit_tiny
+from inloop_lab.networks.wide_resnet import make_wide_resnet
 
 RESULT = Path(__file__).parents[1] / "results/cost/layer_subsets.json"
 STEPS, WARM_UP, LENGTH = 120, 20, 128

@@ -13,9 +13,9 @@ import time
 
 import torch
 
-from inloop.lab.augmentation.experiment import AugmentExperiment
-from inloop.lab.augmentation.settings import AugmentSettings
-from inloop.lab.data.images import ImageData
+from inloop_lab.augmentation.experiment import AugmentExperiment
+from inloop_lab.augmentation.settings import AugmentSettings
+from inloop_lab.data.images import ImageData
 
 
 def main() -> None:

@@ -13,10 +13,10 @@ import time
 
 import torch
 
-from inloop.lab.augmentation.experiment import AugmentExperiment, learning_rate
-from inloop.lab.augmentation.settings import PRESETS, with_augment_defaults
-from inloop.lab.data.images import ImageData
 from inloop.report import StepReport
+from inloop_lab.augmentation.experiment import AugmentExperiment, learning_rate
+from inloop_lab.augmentation.settings import PRESETS, with_augment_defaults
+from inloop_lab.data.images import ImageData
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ import torch
 from benchmarks.kept import kept_bytes
 
 import inloop
-from inloop.lab.page_block import with_block
+from inloop_lab.page_block import with_block
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "results/cost/plan.json"

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from inloop.lab.bench.measure import measure_model
-from inloop.lab.bench.show import describe, read_bench, write_bench
-from inloop.lab.html import as_svg
+from inloop.reporting.html import as_svg
+from inloop_lab.bench.measure import measure_model
+from inloop_lab.bench.show import describe, read_bench, write_bench
 
 AXES = {
     "batch size (wrn-16-2)": [("wrn-16-2", batch, batch) for batch in (16, 32, 64, 128)],

@@ -7,10 +7,11 @@ import argparse
 import os
 from pathlib import Path
 
-COMMANDS = ("run splits", "run augment", "report", "bench", "check")
+COMMANDS = ("check", "report", "run splits", "run augment", "bench")
 HEAD = """# The command line
 
-`pip install -e ".[cli]"` in a clone installs what the command `inloop` needs. Long work shows its progress; the same command again continues an interrupted run and
+In a clone, `pip install -e ".[cli]"` installs what `inloop check` and `inloop report` need; `inloop run` and `inloop bench` are part of the lab, which
+`pip install -e ".[lab]" -e lab` installs too. Without its extra a command says what to install. Long work shows its progress; the same command again continues an interrupted run and
 does not redo what is finished (`--restart` begins anew); Ctrl-C exits with code 130 and everything saved. `--json` prints one JSON object and
 nothing else. Exit codes: 0; 1 for a failure; 2 for wrong usage. What follows is what `--help` prints.
 """

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import inloop
-from inloop.lab.data import load_digits
+from inloop.datasets import digits
 
 
 class ExampleWeights(nn.Module):
@@ -31,7 +31,7 @@ class ExampleWeights(nn.Module):
 def main(steps: int = 400, seed: int = 0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
-    images, labels = load_digits()
+    images, labels = digits()
     wrong = torch.rand(len(labels), generator=generator) < 0.2
     labels = torch.where(
         wrong, (labels + torch.randint(1, 10, labels.shape, generator=generator)) % 10, labels

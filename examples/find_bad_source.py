@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import inloop
-from inloop.lab.data import load_digits
+from inloop.datasets import digits
 
 NUM_SOURCES, NOISY = 10, 3
 Source = tuple[Tensor, Tensor]
@@ -18,7 +18,7 @@ Source = tuple[Tensor, Tensor]
 
 def make_sources(generator: torch.Generator) -> tuple[list[Source], Source]:
     """Split the training digits into ten; the labels of one part are replaced by noise."""
-    images, labels = load_digits()
+    images, labels = digits()
     order = torch.randperm(len(images), generator=generator)
     images, labels = images[order], labels[order]
     train, test = slice(0, 1500), slice(1500, None)

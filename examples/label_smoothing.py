@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import inloop
-from inloop.lab.data import load_digits
+from inloop.datasets import digits
 
 
 class Smoothing(nn.Module):
@@ -36,7 +36,7 @@ class Smoothing(nn.Module):
 def learned_smoothing(share_wrong: float, steps: int, seed: int) -> float:
     generator = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
-    images, labels = load_digits()
+    images, labels = digits()
     wrong = torch.rand(len(labels), generator=generator) < share_wrong
     labels = torch.where(wrong, torch.randint(0, 10, labels.shape, generator=generator), labels)
 

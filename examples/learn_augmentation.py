@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import inloop
 from inloop import augment
-from inloop.lab.data import digits
+from inloop.datasets import digit_pixels
 
 
 def blot(images: Tensor, share_N: Tensor) -> Tensor:
@@ -22,7 +22,9 @@ def blot(images: Tensor, share_N: Tensor) -> Tensor:
 
 def main(steps: int = 600, seed: int = 0) -> dict[str, float]:
     torch.manual_seed(seed)
-    data = digits()
+    pixels, labels = digit_pixels()
+    order = torch.randperm(len(pixels))
+    train, test = order[:1500], order[1500:]
     augment.register_operation("blot", blot, magnitudes=(0.5, 1.0))
     space = augment.make_space(
         ["identity", "auto_contrast", "sharpness", "flip_ud", "invert", "blot"], base="ra"
@@ -38,11 +40,10 @@ def main(steps: int = 600, seed: int = 0) -> dict[str, float]:
 
     print("step   " + "".join(f"{name:>15}" for name in space.operations))
     for step in range(1, steps + 1):
-        rows = torch.randint(len(data.train_x), (250,))
-        images = augment.apply(
-            data.train_x[rows], learner.sample(250)
-        )  # every second batch stays as it is
-        loss = F.cross_entropy(model(images.float() / 127.5 - 1), data.train_y[rows])
+        rows = train[torch.randint(len(train), (250,))]
+        actions = learner.sample(250)  # every second batch stays as it is
+        images = augment.apply(pixels[rows], actions)
+        loss = F.cross_entropy(model(images.float() / 127.5 - 1), labels[rows])
         loss.backward()
         learner.step(loss)
         optimizer.step()
@@ -54,12 +55,8 @@ def main(steps: int = 600, seed: int = 0) -> dict[str, float]:
             )
     learner.close()
 
-    accuracy = (
-        (model.eval()(data.test_x.float() / 127.5 - 1).argmax(dim=1) == data.test_y)
-        .float()
-        .mean()
-        .item()
-    )
+    answers = model.eval()(pixels[test].float() / 127.5 - 1).argmax(dim=1)
+    accuracy = (answers == labels[test]).float().mean().item()
     print(f"test accuracy {accuracy:.3f}")
     return dict(zip(space.operations, policy.probabilities()["keep"].tolist(), strict=True))
 

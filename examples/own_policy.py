@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import inloop
-from inloop.lab.data import load_digits
+from inloop.datasets import digits
 from inloop.policies import Discrete
 
 NUM_YEARS = 10
@@ -33,7 +33,7 @@ class Trend(Discrete):
 
 
 def make_years() -> list[tuple[Tensor, Tensor]]:
-    images, labels = load_digits()
+    images, labels = digits()
     years = []
     for year, (x, y) in enumerate(
         zip(images.chunk(NUM_YEARS), labels.chunk(NUM_YEARS), strict=True)

@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import inloop
-from inloop.lab.data import load_digits
+from inloop.datasets import digits
 
 
 def main(steps: int = 400, seed: int = 0) -> Tensor:
     torch.manual_seed(seed)
-    images, labels = load_digits()
+    images, labels = digits()
     turned = images.rot90(1, (-2, -1))
     sources = [
         (images[:500], labels[:500]),

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 import inloop
-from inloop.lab.data import digit_sources
+from inloop.datasets import digit_sources
 
 BAD, ACCUMULATE = 1, 2
 

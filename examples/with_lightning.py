@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import inloop
+from inloop.datasets import digit_sources
 from inloop.integrations.lightning import InLoopCallback, MixtureDataModule
-from inloop.lab.data import digit_sources
 
 BAD = 1
 

@@ -24,7 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 import inloop
-from inloop.lab.data import digit_sources
+from inloop.datasets import digit_sources
 
 BAD, GLOBAL_BATCH = 1, 128
 WHOLE = StateDictOptions(full_state_dict=True)

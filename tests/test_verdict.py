@@ -155,6 +155,14 @@ def test_the_learner_warns_once_when_its_policy_collapses(caplog):
     assert f"the largest has a share of {max(run.reports[-1].shares):.2f}" in caplog.text
 
 
+def test_a_fixed_mixture_cannot_collapse(caplog):
+    from inloop.policies import FixedMixture
+    from tests.training import Run
+
+    Run(policy=FixedMixture([0.97, 0.01, 0.01, 0.01])).train(3)
+    assert "collapsing" not in caplog.text
+
+
 def test_printed_it_is_a_table_with_the_names_of_the_sources():
     statistics = statistics_of([-0.3, 0.0, 0.3], names=["scraped", "web", "books"])
     head, *rows = str(statistics).splitlines()

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from inloop.augment import make_space, register_operation
-from inloop.lab.augmentation.experiment import AugmentExperiment
-from inloop.lab.augmentation.settings import with_augment_defaults
-from inloop.lab.data.digits import digits
-from inloop.lab.runs.folder import write_atomically
-from inloop.lab.runs.seed import train_to_end
+from inloop_lab.augmentation.experiment import AugmentExperiment
+from inloop_lab.augmentation.settings import with_augment_defaults
+from inloop_lab.data.digits import load_digits
+from inloop_lab.runs.folder import write_atomically
+from inloop_lab.runs.seed import train_to_end
 
 HARMFUL, BENIGN = ("erase", "flip_ud"), ("identity", "shift_one")
 SEEDS = 5
@@ -48,7 +48,7 @@ def main() -> None:
     register_operation("erase", lambda images, magnitude_N: torch.zeros_like(images))
     register_operation("shift_one", shift_one, magnitudes=(1.0, 1.0), signed=True)
     space = make_space([*BENIGN, *HARMFUL])
-    path, data = Path(__file__).with_name("harmful.json"), digits()
+    path, data = Path(__file__).with_name("harmful.json"), load_digits()
     results = json.loads(path.read_text())["results"] if path.exists() else []
     for variant, options in VARIANTS.items():
         settings = with_augment_defaults("digits", **({"epochs": 80} | options))

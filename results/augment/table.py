@@ -8,8 +8,8 @@ import math
 import statistics
 from pathlib import Path
 
-from inloop.lab.page_block import with_block
-from inloop.lab.runs.summary import mean_and_interval, show_interval
+from inloop_lab.page_block import with_block
+from inloop_lab.runs.summary import mean_and_interval, show_interval
 
 COMMAND = "python results/augment/table.py"
 HERE = Path(__file__).parent

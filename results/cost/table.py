@@ -6,7 +6,7 @@ python results/cost/table.py
 import json
 from pathlib import Path
 
-from inloop.lab.page_block import with_block
+from inloop_lab.page_block import with_block
 
 COMMAND = "python results/cost/table.py"
 HERE = Path(__file__).parent

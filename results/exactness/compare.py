@@ -17,9 +17,9 @@ import transformers
 from torch import Tensor, nn
 
 import inloop
-from inloop.lab.networks.transformers import gpt, vit_tiny
-from inloop.lab.networks.wide_resnet import make_wide_resnet
-from inloop.lab.page_block import with_block
+from inloop_lab.networks.transformers import gpt, vit_tiny
+from inloop_lab.networks.wide_resnet import make_wide_resnet
+from inloop_lab.page_block import with_block
 
 COMMAND = "python results/exactness/compare.py"
 HERE = Path(__file__).parent

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import inloop
 from inloop.alignment import gradients_of
 from inloop.alignment.oracles import align_by_loss
-from inloop.lab.data import load_digits
-from inloop.lab.networks.small import make_network
+from inloop.datasets import digits
+from inloop_lab.networks.small import make_network
 
 HERE = Path(__file__).parent
 BATCHES = (8, 16, 32, 64, 128, 256, 512)
@@ -50,7 +50,7 @@ def both(model: nn.Module, x: Tensor, y: Tensor, batch: int) -> tuple[Tensor, Te
 
 def main() -> None:
     torch.manual_seed(0)
-    images, labels = load_digits()
+    images, labels = digits()
     images = images.double()
     results = []
     for network in ("fc", "fc-bn"):

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 import inloop
 from inloop.atomic_files import write_atomically
-from inloop.lab.data import load_digits
-from inloop.lab.networks.transformers import Transformer
+from inloop.datasets import digits
 from inloop.policies import FixedMixture
+from inloop_lab.networks.transformers import Transformer
 
 HERE = Path(__file__).parent
 ARMS = ("uniform", "gar", "gar, softmax", "gar, softmax, floor", "gar, held-out")
@@ -97,7 +97,7 @@ def train(problem: Problem, arm: str, seed: int) -> dict:
 
 
 def digits_problem(kind: str) -> Problem:
-    images, labels = load_digits()
+    images, labels = digits()
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
     images, labels = images[order], labels[order]
     odd = range(7, 10)

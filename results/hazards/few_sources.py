@@ -14,9 +14,9 @@ from different import HERE, Problem, train
 from torch import Tensor, nn
 
 from inloop.atomic_files import write_atomically
-from inloop.lab.data import load_digits
-from inloop.lab.data.images import to_input
-from inloop.lab.data.named import load_data
+from inloop.datasets import digits
+from inloop_lab.data.images import to_input
+from inloop_lab.data.named import load_data
 
 ARMS = ("uniform", "gar", "gar, held-out")
 
@@ -36,7 +36,7 @@ def perceptron() -> nn.Module:
 def load(data: str) -> tuple[Tensor, Tensor, int]:
     """Images, labels, and how many of them the smaller source has."""
     if data == "digits":
-        return *load_digits(), 360
+        return *digits(), 360
     images = load_data("cifar10")
     return to_input(images.train_x[:24_000]), images.train_y[:24_000], 5_000
 

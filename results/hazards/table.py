@@ -10,8 +10,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from inloop.lab.html import as_svg
-from inloop.lab.page_block import with_block
+from inloop.reporting.html import as_svg
+from inloop_lab.page_block import with_block
 
 COMMAND = "python results/hazards/table.py"
 HERE = Path(__file__).parent

@@ -6,12 +6,12 @@ python results/splits/table.py
 import json
 from pathlib import Path
 
-from inloop.lab.html import as_svg
-from inloop.lab.page_block import with_block
-from inloop.lab.runs.finished import FinishedRun
-from inloop.lab.runs.summary import mean_and_interval, show_interval
-from inloop.lab.splits.figures import figure_2
-from inloop.lab.splits.report import PAPER
+from inloop.reporting.html import as_svg
+from inloop_lab.page_block import with_block
+from inloop_lab.runs.finished import FinishedRun
+from inloop_lab.runs.summary import mean_and_interval, show_interval
+from inloop_lab.splits.figures import figure_2
+from inloop_lab.splits.report import PAPER
 
 COMMAND = "python results/splits/table.py"
 HERE = Path(__file__).parent

@@ -57,7 +57,7 @@ def code_words(pattern):
     return sorted(set(re.findall(pattern, PAPER_INDEX)))
 
 
-@pytest.mark.parametrize("name", code_words(r"`(inloop\.[\w.]+)`"))
+@pytest.mark.parametrize("name", code_words(r"`(inloop(?:_lab)?\.[\w.]+)`"))
 def test_what_the_paper_index_calls_code_exists(name):
     find(name)
 

@@ -12,19 +12,19 @@ from PIL import Image
 from inloop.augment import make_space
 from inloop.cli import main
 from inloop.errors import UsageError
-from inloop.lab.augmentation.experiment import AugmentExperiment, choose_images, learning_rate
-from inloop.lab.augmentation.pipeline import StandardPipeline, cut_out, normalise_images
-from inloop.lab.augmentation.report import PAPER
-from inloop.lab.augmentation.settings import PRESETS, AugmentSettings, with_augment_defaults
-from inloop.lab.data.digits import digits
-from inloop.lab.networks.wide_resnet import make_wide_resnet
-from inloop.lab.runs.folder import RunFolder
-from inloop.lab.runs.seed import train_to_end
+from inloop_lab.augmentation.experiment import AugmentExperiment, choose_images, learning_rate
+from inloop_lab.augmentation.pipeline import StandardPipeline, cut_out, normalise_images
+from inloop_lab.augmentation.report import PAPER
+from inloop_lab.augmentation.settings import PRESETS, AugmentSettings, with_augment_defaults
+from inloop_lab.data.digits import load_digits
+from inloop_lab.networks.wide_resnet import make_wide_resnet
+from inloop_lab.runs.folder import RunFolder
+from inloop_lab.runs.seed import train_to_end
 
 
 @pytest.fixture(scope="module")
 def data():
-    return digits()
+    return load_digits()
 
 
 def quick(**options):
@@ -149,7 +149,7 @@ def test_images_are_chosen_class_by_class_and_validation_is_apart(data):
 def test_classes_keep_their_shares_in_every_part(data):
     from dataclasses import replace
 
-    from inloop.lab.augmentation.experiment import hold_out
+    from inloop_lab.augmentation.experiment import hold_out
 
     rare = torch.cat([torch.arange(900), 900 + torch.arange(100)])
     two = replace(data, train_x=data.train_x[rare], train_y=(rare >= 900).long(), num_classes=2)

@@ -7,12 +7,12 @@ import torch
 
 from inloop.cli import main
 from inloop.errors import UsageError
-from inloop.lab.bench.guard import what_is_worse
-from inloop.lab.bench.memory import peak_bytes
-from inloop.lab.bench.modes import MODES
-from inloop.lab.bench.peers import PEERS
-from inloop.lab.bench.tasks import MODELS, make_task
-from inloop.lab.bench.worker import ALL_MODES, make_step
+from inloop_lab.bench.guard import what_is_worse
+from inloop_lab.bench.memory import peak_bytes
+from inloop_lab.bench.modes import MODES
+from inloop_lab.bench.peers import PEERS
+from inloop_lab.bench.tasks import MODELS, make_task
+from inloop_lab.bench.worker import ALL_MODES, make_step
 
 
 @pytest.mark.parametrize("model", [model for model in MODELS if "28" not in model])
@@ -91,7 +91,7 @@ def test_wrong_usage(arguments, capsys):
 
 
 def test_the_figure_has_every_measured_mode(tmp_path):
-    from inloop.lab.bench.show import write_bench_figure
+    from inloop_lab.bench.show import write_bench_figure
 
     rows = [
         {"model": "mlp", "mode": mode, "batch": 8, "time_ratio": 1.5, "memory_ratio": 1.2} for mode in ALL_MODES

@@ -14,25 +14,26 @@ import pytest
 import torch
 from PIL import Image
 
-from inloop.lab.data.cifar import CIFAR10, CIFAR100, load_cifar
-from inloop.lab.data.digits import digits, load_digits
-from inloop.lab.data.download import download
-from inloop.lab.data.images import DataError, to_input
-from inloop.lab.data.named import load_data
-from inloop.lab.data.own import load_own
-from inloop.lab.splits.noise import make_splits
+from inloop.datasets import digits
+from inloop_lab.data.cifar import CIFAR10, CIFAR100, load_cifar
+from inloop_lab.data.digits import load_digits
+from inloop_lab.data.download import download
+from inloop_lab.data.images import DataError, to_input
+from inloop_lab.data.named import load_data
+from inloop_lab.data.own import load_own
+from inloop_lab.splits.noise import make_splits
 
 # ------------------------------------------------------------------ digits
 
 
 def test_the_digits_are_all_there():
-    x, y = load_digits()
+    x, y = digits()
     assert x.shape == (1797, 1, 8, 8)
     assert (x.min(), x.max()) == (-1, 1)
     assert torch.bincount(y).tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
-    data = digits()
+    data = load_digits()
     assert len(data.train_x) + len(data.test_x) == 1797
-    assert torch.equal(data.train_x, digits().train_x)  # the same ones each time
+    assert torch.equal(data.train_x, load_digits().train_x)  # the same ones each time
     assert to_input(torch.tensor([0, 255], dtype=torch.uint8)).tolist() == [-1.0, 1.0]
 
 
@@ -311,7 +312,7 @@ def test_own_data_that_cannot_be_used_is_named(tmp_path):
 
 @pytest.mark.parametrize("noise", ["labels", "images", "none"])
 def test_only_the_first_split_is_noisy(noise):
-    data = digits()
+    data = load_digits()
     splits = make_splits(data, 10, noise, torch.Generator().manual_seed(1))
     clean = make_splits(data, 10, "none", torch.Generator().manual_seed(1))
     assert {len(x) for x, _ in splits} == {150}
@@ -325,6 +326,6 @@ def test_only_the_first_split_is_noisy(noise):
 
 def test_noise_that_is_not_to_be_had_is_named():
     with pytest.raises(DataError, match="digits has no human labels"):
-        make_splits(digits(), 10, "human", torch.Generator())
+        make_splits(load_digits(), 10, "human", torch.Generator())
     with pytest.raises(DataError, match="1500 training examples; they cannot be split into 2000"):
-        make_splits(digits(), 2000, "none", torch.Generator())
+        make_splits(load_digits(), 2000, "none", torch.Generator())

@@ -16,20 +16,20 @@ import torch
 from inloop import cli
 from inloop.atomic_files import write_atomically
 from inloop.errors import FileWriteError, UsageError
-from inloop.lab.data.digits import digits
-from inloop.lab.networks.small import NETWORKS, make_network
-from inloop.lab.runs.folder import RunFolder, RunFolderError
-from inloop.lab.runs.seed import train_to_end
-from inloop.lab.runs.summary import mean_and_interval, show_interval
-from inloop.lab.splits.experiment import SplitExperiment, areas, hold_out
-from inloop.lab.splits.settings import SplitSettings, with_defaults
+from inloop_lab.data.digits import load_digits
+from inloop_lab.networks.small import NETWORKS, make_network
+from inloop_lab.runs.folder import RunFolder, RunFolderError
+from inloop_lab.runs.seed import train_to_end
+from inloop_lab.runs.summary import mean_and_interval, show_interval
+from inloop_lab.splits.experiment import SplitExperiment, areas, hold_out
+from inloop_lab.splits.settings import SplitSettings, with_defaults
 
 QUICK = {"epochs": 4, "batch": 250}
 
 
 @pytest.fixture(scope="module")
 def data():
-    return digits()
+    return load_digits()
 
 
 def quick(**options):
@@ -203,7 +203,7 @@ def test_a_disk_that_fills_up_while_a_checkpoint_is_written(tmp_path):
 import resource, signal, sys, torch
 from pathlib import Path
 from inloop.errors import FileWriteError
-from inloop.lab.runs.folder import RunFolder
+from inloop_lab.runs.folder import RunFolder
 folder = RunFolder(Path(sys.argv[1]), "splits", {}).seed(0)
 folder.save({"x": torch.zeros(10)}, [])
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -7,6 +7,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from inloop import Mixture
 from inloop.errors import UsageError
+from inloop.policies import FixedMixture
 
 
 class Squares(Dataset):
@@ -67,11 +68,24 @@ def test_tensors_are_not_copied():
     assert batch[:, 0].tolist() == [1.0, 5.0, 1.0]
 
 
-def test_a_policy_that_leaves_sources_out_is_told_of(caplog):
+def test_a_policy_with_too_few_choices_is_told_of(caplog):
     mixture = Mixture({"web": (torch.zeros(4),), "books": (torch.ones(4),), "code": (torch.ones(4),)})
     for _ in range(5):
-        mixture.draw(torch.tensor([0, 2] * 40))
-    assert caplog.text.count("none came from source books; there are 3 sources") == 1
+        mixture.draw(torch.tensor([0, 1] * 40))
+    assert (
+        caplog.text.count("none came from source code; there are 3 sources, and the policy seems to choose among 2")
+        == 1
+    )
+
+
+def test_a_source_with_a_share_of_zero_is_no_alarm(caplog):
+    """The oracle of the demo leaves out the first source, and means it."""
+    mixture = Mixture([(torch.zeros(4),), (torch.ones(4),), (torch.ones(4),)])
+    oracle = FixedMixture([0.0, 1.0, 1.0])
+    for _ in range(5):
+        mixture.draw(oracle.sample(80))
+    assert mixture.drawn_K[0] == 0
+    assert caplog.text == ""
 
 
 def test_entries_that_only_some_examples_have_are_not_left_out():

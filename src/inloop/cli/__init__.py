@@ -1,4 +1,6 @@
-"""The command ``inloop``: run experiments, report on them, measure what a step costs, check a model.
+"""The command ``inloop``: check a model, report on runs; with the lab, also run experiments and measure what a step costs.
+
+Other packages add commands by entry points of the group ``inloop.commands``: functions that add a parser to the subparsers they are given.
 
 Exit codes: 0, 1 for a failure, 2 for wrong usage, 130 after Ctrl-C (what goes to a folder or a file is saved).
 """
@@ -7,14 +9,16 @@ import argparse
 import importlib.util
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from importlib.metadata import entry_points
 
 from inloop import __version__
-from inloop.cli.augment import add_augment
-from inloop.cli.bench import add_bench
 from inloop.cli.check import add_check
-from inloop.cli.splits import add_splits
+from inloop.cli.report import add_report
 from inloop.errors import InloopError, UsageError
+
+COMMANDS = "inloop.commands"
+LAB_COMMANDS = {"run": "run an experiment", "bench": "time and memory of a training step"}
+_DISTRIBUTIONS = {"PIL": "pillow"}  # that are not called as what is imported
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,26 +44,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="inloop", description="Learn the data distribution while the model trains.")
     parser.add_argument("--version", action="version", version=f"inloop {__version__}")
-    parser.set_defaults(needs=("matplotlib", "rich"))
+    parser.set_defaults(needs=("matplotlib", "rich", "PIL"))
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    run = commands.add_parser("run", help="run an experiment").add_subparsers(required=True, metavar="EXPERIMENT")
-    add_splits(run)
-    add_augment(run)
-    add_bench(commands)
     add_check(commands)
-    report = commands.add_parser("report", help="write a page on the runs in a folder")
-    report.add_argument("folder", type=Path, metavar="DIR", help="a folder with one or more runs")
-    report.set_defaults(run=_report)
+    add_report(commands)
+    for command in entry_points(group=COMMANDS):
+        command.load()(commands)
+    for name, what in LAB_COMMANDS.items():
+        if name not in commands.choices:
+            _add_absent(commands, name, what)
     return parser
 
 
-def _report(options: argparse.Namespace) -> int:
-    from inloop.lab.report_page import write_report
+def _add_absent(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, what: str) -> None:
+    """A command that says what to install, whatever it is given: no character begins an option."""
+    text = f'{what}; part of the lab: pip install "inloop[lab]"'
+    absent = commands.add_parser(name, help=text, add_help=False, prefix_chars="\0")
+    absent.add_argument("anything", nargs="*")
+    absent.set_defaults(run=_say_what_to_install, needs=(), absent=name)
 
-    print(write_report(options.folder))
-    return 0
+
+def _say_what_to_install(options: argparse.Namespace) -> int:
+    raise UsageError(f'`inloop {options.absent}` is part of the lab. Fix: pip install "inloop[lab]"')
 
 
-def _require(packages: Sequence[str]) -> None:
-    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
-        raise UsageError(f"This command needs {' and '.join(missing)}. Fix: pip install {' '.join(missing)}.")
+def _require(modules: Sequence[str]) -> None:
+    if missing := [name for name in modules if importlib.util.find_spec(name) is None]:
+        names = " and ".join(_DISTRIBUTIONS.get(name, name) for name in missing)
+        raise UsageError(f'This command needs {names}. Fix: pip install "inloop[cli]"')

@@ -136,15 +136,22 @@ class Mixture:
         self.drawn_K += torch.bincount(source_N, minlength=len(self.sources))
 
     def _warn_of_unused(self) -> None:
-        """A policy that begins with equal shares leaves no source out for so long."""
+        """A policy with fewer choices than there are sources never names the last ones.
+
+        Any other source that is never drawn has a share of zero, as in an oracle's fixed mixture: that is meant.
+        """
         if self._told_of_unused or self.drawn_K.sum() < 50 * len(self.sources):
             return
         self._told_of_unused = True
-        if unused := [name for name, drawn in zip(self.names, self.drawn_K.tolist(), strict=True) if not drawn]:
+        num_named = int(self.drawn_K.nonzero().max()) + 1
+        if num_named < len(self.sources):
             log.warning(
-                "of the first %d examples none came from source %s; there are %d sources, and the policy should choose among as many",
+                "of the first %d examples none came from source %s; there are %d sources, and the policy seems to choose among %d. Fix: "
+                "MixturePolicy(num_sources=%d), unless the shares of these sources are meant to be zero",
                 int(self.drawn_K.sum()),
-                ", ".join(unused),
+                ", ".join(self.names[num_named:]),
+                len(self.sources),
+                num_named,
                 len(self.sources),
             )
 

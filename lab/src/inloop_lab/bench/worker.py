@@ -1,0 +1,76 @@
+"""One mode of one model in a process of its own: does steps when asked, and says how long each took.
+
+    python -m inloop_lab.bench.worker MODEL MODE BATCH
+
+Reads lines from standard input, "time" or, as the last one, "memory", and answers each with a line of JSON.
+"""
+
+import gc
+import importlib.util
+import json
+import logging
+import math
+import sys
+import time
+import warnings
+from typing import Any
+
+from inloop_lab.bench.memory import peak_bytes
+from inloop_lab.bench.modes import MODES, Step
+from inloop_lab.bench.peers import PEERS
+from inloop_lab.bench.tasks import make_task
+
+ALL_MODES = (*MODES, *PEERS)
+STEPS = 2  # timed together: in some modes every second step is another
+LEAST_SECONDS = 0.3  # that are timed together, if steps are short
+
+
+def make_step(model: str, mode: str, batch: int | None) -> Step:
+    if mode in PEERS and importlib.util.find_spec(PEERS[mode][0]) is None:
+        raise ModuleNotFoundError(f"{PEERS[mode][0]} is not installed")
+    build = MODES[mode] if mode in MODES else PEERS[mode][1]
+    step: Step = build(make_task(model, batch))
+    return step
+
+
+def _seconds(step: Step, times: int) -> float:
+    started = time.perf_counter()
+    for _ in range(times):
+        step()
+    return time.perf_counter() - started
+
+
+def _say(answer: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Serve until standard input ends."""
+    warnings.simplefilter("ignore")
+    logging.disable()
+    model, mode, batch = sys.argv[1:]
+    try:
+        step: Step | None = make_step(model, mode, int(batch) or None)
+        assert step is not None
+        for _ in range(STEPS):  # the first are slower: allocations, checks, nothing to pay yet
+            step()
+        timed = STEPS * max(1, math.ceil(LEAST_SECONDS / _seconds(step, STEPS)))
+        _seconds(step, timed - STEPS)
+    except Exception as error:  # whatever keeps a library from this model is the answer
+        first = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        _say({"error": f"{type(error).__name__}: {first}"})
+        return
+    _say({"ready": True})
+    for line in sys.stdin:
+        if line.strip() == "memory":
+            step = None  # makes room: a new one is made, under observation
+            gc.collect()
+            _say({"peak_bytes": peak_bytes(lambda: make_step(model, mode, int(batch) or None), 2 * STEPS, STEPS)})
+            break
+        assert step is not None
+        _say({"seconds": _seconds(step, timed) / timed})
+
+
+if __name__ == "__main__":
+    main()

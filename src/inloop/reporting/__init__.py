@@ -1,0 +1,1 @@
+"""``inloop report``: a page on what a run has left behind."""
