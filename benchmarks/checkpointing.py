@@ -38,7 +38,7 @@ def make_step(depth: int, batch: int, checkpoints: bool, learns: bool, retain: s
     if checkpoints:
         model.blocks = nn.Sequential(*(Checkpointed(block) for block in model.blocks))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    learner = inloop.InLoop(model, inloop.MixturePolicy(4), retain=retain) if learns else None  # type: ignore[arg-type]
+    learner = inloop.InLoop(model, inloop.MixturePolicy(4), record=inloop.Recording(retain=retain)) if learns else None  # type: ignore[arg-type]
 
     def step() -> None:
         if learner is not None:

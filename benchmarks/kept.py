@@ -1,19 +1,11 @@
-"""What recorded calls hold until they are paid."""
+"""The memory that recorded calls hold until their examples are rewarded."""
 
 from collections.abc import Iterable
 
-from torch import Tensor
-
-from inloop.alignment.call import leaves_of
-from inloop.alignment.reduced import AnyCall, ReducedCall
+from inloop.alignment.kept import Kept
 
 
-def kept_bytes(calls: Iterable[AnyCall]) -> int:
+def kept_bytes(calls: Iterable[Kept]) -> int:
     """Each tensor once, however many calls share it; ids are not counted."""
-    sizes: dict[int, int] = {}
-    for call in calls:
-        held = dict(call.gradients) if isinstance(call, ReducedCall) else (call.args, call.kwargs, call.dout)
-        for leaf in leaves_of(held):
-            if isinstance(leaf, Tensor) and leaf.is_floating_point():
-                sizes[leaf.untyped_storage().data_ptr()] = leaf.untyped_storage().nbytes()
-    return sum(sizes.values())
+    tensors = [tensor for call in calls for tensor in call.tensors() if tensor.is_floating_point()]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())

@@ -45,8 +45,8 @@ def main() -> None:
         steps.append(
             {
                 "loss": round(loss, 4),
-                "paid": report.paid,
-                "reward_std": round(report.reward_std, 6) if report.paid else None,
+                "paid": report.rewarded,
+                "reward_std": round(report.reward_std, 6) if report.rewarded else None,
                 "policy_moved": report.updated,
                 "seconds": round(time.perf_counter() - started, 1),
             }

@@ -1,9 +1,9 @@
 """Algorithm 1 with one number: how much to smooth the labels, learned in the run.
 
-Every second step uses the plain loss (the paper's first remedy); its gradient tells how the
+Every second step uses the plain loss (the paper's first remedy); its gradient says how the
 smoothing of the step before should change. Looking one step ahead, less smoothing is faster, so it
-falls from its start in both runs; with a third of the labels wrong it settles at a multiple of what
-it is with clean ones.
+falls from its start in both runs; with a third of the labels wrong it ends at a multiple of its
+value with clean ones.
 
     python examples/label_smoothing.py [--steps 600] [--seed 0]
 """

@@ -36,7 +36,7 @@ def main(steps: int = 600, seed: int = 0) -> dict[str, float]:
         *(nn.Flatten(), nn.Linear(512, 10)),
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    learner = inloop.InLoop(model, policy, interleave=True, accumulate=1)
+    learner = inloop.InLoop(model, policy, interleave=True, update=inloop.Reinforce(accumulate=1))
 
     print("step   " + "".join(f"{name:>15}" for name in space.operations))
     for step in range(1, steps + 1):

@@ -40,7 +40,7 @@ def main(steps: int = 200) -> Tensor:
     pl.seed_everything(0, verbose=False)
     mixture, policy = inloop.Mixture(digit_sources(5, BAD)), inloop.MixturePolicy(5)
     data = MixtureDataModule(mixture, batch_size=128, batches_per_epoch=50, policy=policy)
-    callback = InLoopCallback(data, accumulate=5)
+    callback = InLoopCallback(data, update=inloop.Reinforce(accumulate=5))
     trainer = pl.Trainer(
         callbacks=[callback],
         max_steps=steps,

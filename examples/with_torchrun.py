@@ -57,7 +57,7 @@ def main(out: str, steps: int = 200, shard: bool = False, die_at: int | None = N
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     mixture = inloop.Mixture(digit_sources(5, BAD))
     policy = inloop.MixturePolicy(5)
-    learner = inloop.InLoop(model, policy, accumulate=5)
+    learner = inloop.InLoop(model, policy, update=inloop.Reinforce(accumulate=5))
     loader = mixture.loader(learner, GLOBAL_BATCH // dist.get_world_size(), num_batches=steps)
     checkpoints = inloop.Checkpoints(out)
     if (found := checkpoints.load()) is not None:

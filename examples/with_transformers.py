@@ -58,7 +58,7 @@ def main(steps: int = 250, seed: int = 0) -> torch.Tensor:
         )
         mixture = inloop.Mixture([make_source(seed, good=seed != BAD) for seed in range(3)])
         policy = inloop.MixturePolicy(3)
-        options = {"accumulate": 5}
+        options = {"update": inloop.Reinforce(accumulate=5)}
         trainer = MixtureTrainer(
             model=make_model(),
             args=arguments,

@@ -35,7 +35,7 @@ def main(folder, num_workers):
     model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 2))
     optimizer = torch.optim.Adam(model.parameters())
     mixture = inloop.Mixture([Squares(0), Squares(1), Squares(0)], selection="passes")
-    learner = inloop.InLoop(model, inloop.MixturePolicy(3), accumulate=2)
+    learner = inloop.InLoop(model, inloop.MixturePolicy(3), update=inloop.Reinforce(accumulate=2))
     loader = mixture.loader(learner, 8, num_workers=num_workers, num_batches=NUM_STEPS)
     parts = {"model": model, "optimizer": optimizer, "learner": learner, "loader": loader}
     checkpoints = Checkpoints(folder, keep=2)

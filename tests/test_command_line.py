@@ -12,7 +12,7 @@ from torch import nn
 
 import inloop
 from inloop import cli
-from inloop.policies import FixedMixture
+from inloop.policies import Shares
 from inloop.reporting import page
 from tests.training import make_sources
 
@@ -111,7 +111,12 @@ def train(path, policy=None, names=None, steps=60):
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     records = inloop.Records(path, mixture=mixture, names=names)
-    learner = inloop.InLoop(model, policy or inloop.MixturePolicy(4), accumulate=2, callback=records)
+    learner = inloop.InLoop(
+        model,
+        policy or inloop.MixturePolicy(4),
+        callback=records,
+        update=None if policy is not None else inloop.Reinforce(accumulate=2),
+    )
     for _ in range(steps):
         x, y = mixture.draw(learner.sample(128))
         loss = F.cross_entropy(model(x), y)
@@ -158,7 +163,7 @@ def test_the_report_on_a_folder_takes_every_file_of_records(tmp_path, capsys):
 
 @pytest.mark.usefixtures("no_lab")
 def test_a_collapse_is_shown_but_not_of_shares_that_never_moved(tmp_path, capsys):
-    train(tmp_path / "fixed.jsonl", FixedMixture([0.97, 0.01, 0.01, 0.01]), steps=5)
+    train(tmp_path / "fixed.jsonl", Shares([0.97, 0.01, 0.01, 0.01]), steps=5)
     run_cli(capsys, "report", tmp_path / "fixed.jsonl")
     assert "collapsing" not in (tmp_path / "fixed.html").read_text()
     lines = [json.loads(line) for line in (tmp_path / "fixed.jsonl").read_text().splitlines()]

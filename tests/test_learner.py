@@ -9,12 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from inloop import Bernoulli, Categorical, InLoop, Mixture, MixturePolicy, Product, step_checks
+from inloop import Bernoulli, Categorical, InLoop, Mixture, MixturePolicy, Product, Recording, refusals
 from inloop.alignment.oracles import align_by_loss
 from inloop.errors import BatchSizeError, OverwrittenTensorError, UnsupportedLayerError, UsageError, VerificationError
-from inloop.reinforce import normalise
 from inloop.rewards import Reward
+from inloop.updates.reinforce import normalise
 from tests.alignment.architectures import UnseenProduct
+from tests.learners import make_learner
 from tests.training import Run, make_net, make_sources
 
 
@@ -48,7 +49,7 @@ def test_step_t_is_paid_with_the_gradient_of_step_t_plus_one():
         torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)  # the reference is the gradient before clipping
         run.optimizer.step()
         run.optimizer.zero_grad()
-    assert [report.paid for report in run.reports] == [False, True, True, True, True]
+    assert [report.rewarded for report in run.reports] == [False, True, True, True, True]
     for report, rewards_N in zip(run.reports[1:], expected, strict=True):
         assert report.reward_mean == pytest.approx(float(rewards_N.mean()), rel=1e-9)
         assert report.reward_std == pytest.approx(float(rewards_N.std()), rel=1e-9)
@@ -62,17 +63,17 @@ def test_the_policy_first_moves_after_accumulate_paid_steps():
 
 
 def test_start_after_only_delays_the_policy():
-    run = Run(accumulate=1, start_after=5).train(7)
+    run = Run(accumulate=1, start_after=4).train(7)
     assert [report.updated for report in run.reports] == [False] * 5 + [True, True]
-    assert all(report.paid for report in run.reports[1:])
-    assert rewards_of(run)[1:5] == rewards_of(Run(accumulate=1, dry_run=True).train(7))[1:5]
+    assert all(report.rewarded for report in run.reports[1:])
+    assert rewards_of(run)[1:5] == rewards_of(Run(update=False).train(7))[1:5]
 
 
-def test_dry_run_reports_rewards_and_changes_nothing():
-    run = Run(accumulate=1, dry_run=True).train(6)
+def test_watching_reports_rewards_and_changes_nothing():
+    run = Run(update=False).train(6)
     assert torch.equal(run.policy.scores, torch.zeros(4))
     assert not any(report.updated for report in run.reports)
-    assert all(report.paid and report.rewards.count_K.sum() == 64 for report in run.reports[1:])
+    assert all(report.rewarded and report.rewards.count_K.sum() == 64 for report in run.reports[1:])
 
 
 def test_interleaving_pays_every_second_step_and_samples_neutrally_in_between():
@@ -86,12 +87,12 @@ def test_interleaving_pays_every_second_step_and_samples_neutrally_in_between():
         loss = F.cross_entropy(run.model(x), y)
         loss.backward()
         if neutral_steps[-1]:
-            assert run.learner._recording.tape is None  # a plain step is not recorded
+            assert run.learner._recorder.tape is None  # a plain step is not recorded
         run.learner.step(loss)
         run.optimizer.step()
         run.optimizer.zero_grad()
     assert neutral_steps == [False, True] * 3
-    assert [report.paid for report in run.reports] == [False, True] * 3
+    assert [report.rewarded for report in run.reports] == [False, True] * 3
     assert set(run.reports[1].rewards) == {"source", "operation"}
 
 
@@ -108,7 +109,7 @@ def test_previous_pays_at_once_with_the_gradient_before():
         gradients = {name: p.grad.clone() for name, p in run.model.named_parameters()}
         run.optimizer.step()
         run.optimizer.zero_grad()
-    assert [report.paid for report in run.reports] == [False, True, True]
+    assert [report.rewarded for report in run.reports] == [False, True, True]
     assert rewards_of(run)[1:] == pytest.approx(expected, rel=1e-9)
 
 
@@ -143,7 +144,7 @@ def test_a_held_out_reference_is_evaluated_after_the_step():
 def test_an_optimizer_that_steps_before_the_learner_is_told_that_a_held_out_loss_comes_too_late(
     optimizer_first, caplog
 ):
-    step_checks.warn_once.cache_clear()
+    refusals.warn_once.cache_clear()
     held_out_x, held_out_y = make_sources(seed=1)[0]
     net = make_net()
     run = Run(net=net, reference=lambda: F.cross_entropy(net(held_out_x), held_out_y))
@@ -158,7 +159,7 @@ def test_an_optimizer_that_steps_before_the_learner_is_told_that_a_held_out_loss
             run.optimizer.step()
         run.optimizer.zero_grad()
     assert ("before optimizer.step()" in caplog.text) == optimizer_first
-    step_checks.warn_once.cache_clear()
+    refusals.warn_once.cache_clear()
 
 
 def test_next_step_loss_is_minus_the_next_loss():
@@ -183,11 +184,13 @@ def test_micro_batches_are_one_step():
     whole, parts = (Run(net=make_net().double(), sources=sources, accumulate=1) for _ in range(2))
     batch = whole.mixture.draw(whole.learner.sample(12))
     actions = whole.learner._sampler.waiting[0].actions
-    for _ in range(3):
+    for number in range(3):
+        if number:
+            whole.learner.use(actions)
         x, y = batch
         loss = F.cross_entropy(whole.model(x), y)
         loss.backward()
-        whole.learner.step(loss, actions)
+        whole.learner.step(loss)
         whole.optimizer.step()
         whole.optimizer.zero_grad()
 
@@ -231,26 +234,30 @@ def test_reports_carry_what_a_user_wants_to_see():
 
 def test_lag_counts_the_updates_between_drawing_and_using():
     run = Run(accumulate=1).train(3)
-    ahead = [run.learner.sample(8) for _ in range(3)]  # as a loader would
-    for lag, actions in enumerate(ahead):
-        x, y = run.mixture.draw(actions)
+    ahead = [run.learner.draw(8) for _ in range(3)]  # as a loader does
+    for lag, draw in enumerate(ahead):
+        run.learner.use(draw)
+        x, y = run.mixture.draw(draw.actions)
         F.cross_entropy(run.model(x), y).backward()
-        assert run.learner.step(1.0, actions).lag == lag
+        assert run.learner.step(1.0).lag == lag
         run.optimizer.zero_grad()
     with pytest.raises(UsageError, match="without actions"):  # all are used up
         run.learner.step(1.0)
 
 
-def test_actions_are_known_by_their_values():
-    run = Run(accumulate=1)
-    for _ in range(4):
+def test_choices_that_were_made_elsewhere_are_announced():
+    run, other = Run(accumulate=1), Run(accumulate=1)
+    for _ in range(3):
         x, y = run.mixture.draw(actions := run.learner.sample(16))
-        loss = F.cross_entropy(run.model(x), y)
-        loss.backward()
-        run.learner.step(loss, actions.clone())
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-    assert run.learner._sampler.waiting == []
+        other.learner.use(actions.clone())
+        for each in (run, other):
+            loss = F.cross_entropy(each.model(x), y)
+            loss.backward()
+            each.learner.step(loss)
+            each.optimizer.step()
+            each.optimizer.zero_grad()
+    assert torch.equal(run.policy.scores, other.policy.scores)
+    assert other.learner.num_waiting == 0
 
 
 def test_several_callbacks_get_every_report():
@@ -261,10 +268,13 @@ def test_several_callbacks_get_every_report():
     assert first == second
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("cleared_first", [False, True])
-def test_a_learner_whose_step_is_never_called_warns_and_keeps_nothing(cleared_first, caplog):
+def test_a_learner_whose_step_is_never_called_warns_and_keeps_nothing(cleared_first, fused, caplog):
+    """Fused optimizers do not raise the versions of tensors."""
     run = Run()
-    for _ in range(5):
+    run.optimizer = torch.optim.AdamW(run.model.parameters(), lr=0.01, fused=fused)
+    for _ in range(4):
         x, y = run.mixture.draw(run.learner.sample(16))
         if cleared_first:
             run.optimizer.zero_grad()
@@ -273,22 +283,32 @@ def test_a_learner_whose_step_is_never_called_warns_and_keeps_nothing(cleared_fi
         if not cleared_first:
             run.optimizer.zero_grad()
     (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
-    assert "or used by the optimizer, without learner.step (3 time(s) in a row)" in warning.getMessage()
+    assert "or used by the optimizer, without learner.step (2 time(s) in a row)" in warning.getMessage()
     assert run.learner.num_waiting == 1
     run.optimizer.zero_grad()
     assert not run.train(3).reports[-1].dropped
 
 
-def test_a_learner_that_was_not_closed_stops_recording_and_goes_on_when_it_is_asked_to(caplog):
+def test_nothing_is_recorded_outside_of_a_step():
     run = Run().train(3)
     for _ in range(5):  # the model is trained on by somebody else
         run.optimizer.zero_grad()
         F.cross_entropy(run.model(torch.randn(8, 16)), torch.randint(3, (8,))).backward()
+        assert run.learner._recorder.tape is None
         run.optimizer.step()
-    assert caplog.text.count("between two backward passes of what is recorded as one step") == 1
-    assert run.learner._recording.tape is None
     run.optimizer.zero_grad()
-    assert [report.paid for report in run.train(3).reports[-2:]] == [True, True]
+    assert [report.rewarded for report in run.train(3).reports[-3:]] == [True, True, True]
+
+
+def test_gradients_that_are_cleared_between_passes_are_refused():
+    run = Run(verify=False).train(2)
+    run.learner.sample(8)
+    for _ in range(2):  # as a closure of LBFGS does
+        run.optimizer.zero_grad()
+        loss = F.cross_entropy(run.model(torch.randn(8, 16)), torch.randint(3, (8,)))
+        loss.backward()
+    with pytest.raises(UsageError, match="cleared between two backward passes of one step"):
+        run.learner.step(loss)
 
 
 def replace_by_weight_norm(net):
@@ -332,18 +352,19 @@ def test_a_penalty_may_be_differentiated_after_the_learners_step():
         (1e-3 * sum(parameter.square().sum() for parameter in run.model.parameters())).backward()
         run.optimizer.step()
         run.optimizer.zero_grad()
-    assert report.paid
+    assert report.rewarded
     assert report.num_dropped <= 1  # until it is known that there is more than one pass
 
 
-def test_a_part_of_what_was_sampled_may_be_trained_on_if_its_actions_are_given():
+def test_a_part_of_a_draw_may_be_trained_on():
     run = Run()
     for _ in range(4):
-        x, y = run.mixture.draw(actions := run.learner.sample(16))
+        x, y = run.mixture.draw(actions := run.learner.draw(16).actions)
         keep = torch.arange(16) % 3 > 0
+        run.learner.use(actions[keep])
         loss = F.cross_entropy(run.model(x[keep]), y[keep])
         loss.backward()
-        report = run.learner.step(loss, actions[keep])
+        report = run.learner.step(loss)
         run.optimizer.step()
         run.optimizer.zero_grad()
         assert run.learner.num_waiting == 0
@@ -379,7 +400,7 @@ def test_only_whole_numbers_of_examples_are_sampled(n):
 
 def test_interleaving_with_the_previous_gradient_never_pays_plain_steps():
     run = Run(reference="previous", interleave=True, accumulate=1).train(6)
-    assert [report.paid for report in run.reports] == [False, False, True, False, True, False]
+    assert [report.rewarded for report in run.reports] == [False, False, True, False, True, False]
 
 
 def test_gradients_that_really_are_zero_are_no_mistake():
@@ -388,7 +409,7 @@ def test_gradients_that_really_are_zero_are_no_mistake():
     with torch.no_grad():
         net[0].bias.fill_(-1e3)
     run = Run(net=net).train(3)
-    assert run.reports[-1].paid
+    assert run.reports[-1].rewarded
     assert run.reports[-1].reward_mean == 0
 
 
@@ -406,7 +427,7 @@ def test_tiny_gradients_are_no_mistake():
         assert 0 < net.weight.grad.abs().max() < 1e-20
         report = run.learner.step(loss)
         run.optimizer.zero_grad()
-    assert report.paid
+    assert report.rewarded
 
 
 def test_sampling_ahead_while_interleaving_is_refused_clearly():
@@ -417,7 +438,7 @@ def test_sampling_ahead_while_interleaving_is_refused_clearly():
     assert ahead is not actions
     F.cross_entropy(run.model(x), y).backward()
     with pytest.raises(UsageError, match="right before each batch"):
-        run.learner.step(1.0, actions)
+        run.learner.step(1.0)
 
 
 def test_an_empty_batch_is_not_paid():
@@ -428,8 +449,8 @@ def test_an_empty_batch_is_not_paid():
         parameter.grad = torch.zeros_like(parameter)
     run.learner.step(0.0)
     run.optimizer.zero_grad()
-    assert not run.step().paid
-    assert run.step().paid
+    assert not run.step().rewarded
+    assert run.step().rewarded
 
 
 def test_options_reach_what_they_are_for():
@@ -439,10 +460,10 @@ def test_options_reach_what_they_are_for():
     assert torch.equal(by_seed[0], by_seed[1])
     assert not torch.equal(by_seed[0], by_seed[2])
     policy = MixturePolicy(4)
-    frozen = Run(policy=policy, accumulate=1, policy_optimizer=torch.optim.SGD(policy.parameters(), lr=0.0)).train(4)
+    frozen = Run(policy=policy, accumulate=1, optimizer=torch.optim.SGD(policy.parameters(), lr=0.0)).train(4)
     assert torch.equal(frozen.policy.scores, torch.zeros(4))
     assert frozen.reports[-1].updated
-    assert Run().learner.updater.optimizer.defaults["lr"] == 0.1
+    assert Run().learner.update.optimizer.defaults["lr"] == 0.1
     by_mean, by_sum = Run().train(2), Run(reduction="sum").train(2)
     assert by_mean.reports[1].reward_mean == pytest.approx(64 * by_sum.reports[1].reward_mean, rel=1e-5)
     copying = Run(copy_inputs=True)
@@ -451,7 +472,7 @@ def test_options_reach_what_they_are_for():
     copying.learner.step(1.0)
     x.zero_()
     copying.optimizer.zero_grad()
-    assert copying.step().paid
+    assert copying.step().rewarded
 
 
 def test_a_frozen_part_of_a_policy_stays():
@@ -485,7 +506,7 @@ def test_among_equal_sources_the_rewards_single_out_none(seed):
 
 def interval_of_advantage(run):
     """Mean over steps of (source's mean reward - step's mean) / step's std: +- 4 standard errors."""
-    advantage_TK = torch.stack([(r.rewards.mean_K - r.reward_mean) / r.reward_std for r in run.reports if r.paid])
+    advantage_TK = torch.stack([(r.rewards.mean_K - r.reward_mean) / r.reward_std for r in run.reports if r.rewarded])
     mean_K = advantage_TK.nanmean(dim=0)
     error_K = (advantage_TK - mean_K).square().nanmean(dim=0).sqrt() / len(advantage_TK) ** 0.5
     return mean_K - 4 * error_K, mean_K + 4 * error_K
@@ -526,13 +547,13 @@ def test_a_step_that_is_not_finite_is_dropped_counted_and_logged(what, caplog):
     with caplog.at_level(logging.WARNING, logger="inloop"):
         report = run.learner.step(loss)
     run.optimizer.zero_grad()
-    assert not report.paid
+    assert not report.rewarded
     assert report.num_dropped == 1
     assert report.dropped == {"loss": "the loss is nan", "gradient": "the gradient of '0.weight' is not finite"}[what]
     assert report.dropped in caplog.text
     assert torch.equal(run.policy.scores, before)
-    assert run.learner._pending.step is None
-    assert not run.step().paid  # there is nothing left to pay
+    assert run.learner.reference.waiting is None
+    assert not run.step().rewarded  # there is nothing left to pay
     assert run.step().updated
     assert run.policy.scores.isfinite().all()
 
@@ -596,7 +617,7 @@ def test_a_batch_of_another_size_than_the_actions():
         run.learner.step(1.0)
     run.optimizer.zero_grad()
     run.train(3)  # and the learner goes on
-    assert run.reports[-1].paid
+    assert run.reports[-1].rewarded
 
 
 def test_an_overwritten_batch_leaves_no_half_updated_policy():
@@ -608,15 +629,15 @@ def test_an_overwritten_batch_leaves_no_half_updated_policy():
     run.optimizer.step()
     run.optimizer.zero_grad()
     x.zero_()
-    before = run.learner.updater.state_dict(), run.policy.scores.detach().clone()
+    before = run.learner.update.state_dict(), run.policy.scores.detach().clone()
     with pytest.raises(OverwrittenTensorError):
         run.step()
     assert torch.equal(run.policy.scores, before[1])
-    assert run.learner.updater.state_dict()["steps"] == before[0]["steps"]
-    assert run.learner._pending.step is None
+    assert run.learner.update.state_dict()["steps"] == before[0]["steps"]
+    assert run.learner.reference.waiting is None
     run.optimizer.zero_grad()
     run.train(2)
-    assert run.reports[-1].paid
+    assert run.reports[-1].rewarded
 
 
 def test_gradients_that_are_never_cleared_are_noticed_on_the_second_step():
@@ -640,8 +661,8 @@ def test_a_batch_that_was_given_up_is_forgotten(sampled):
     run.optimizer.zero_grad()
     run.train(3)
     assert run.reports[-1].rewards.count_K.sum() == 64
-    # The step before was paid by the probe, in part; from then on steps are paid when learner.step is called.
-    assert [report.paid for report in run.reports[1:]] == [True, True, True, False, True, True]
+    # A pass of an announced batch has judged the step before in part; from then on steps are aligned when learner.step is called.
+    assert [report.rewarded for report in run.reports[1:]] == [True, True, True, not sampled, True, True]
     with_probe, without = Run(accumulate=1), Run(accumulate=1)
     for _ in range(4):
         probe(with_probe, 5)
@@ -680,10 +701,10 @@ def test_freezing_and_unfreezing_in_the_middle_of_a_run():
     run = Run(accumulate=1, verify=True).train(3)
     run.model[0].requires_grad_(False)
     run.train(3)
-    assert run.reports[-1].paid
+    assert run.reports[-1].rewarded
     run.model[0].requires_grad_(True)
     run.train(3)
-    assert run.reports[-1].paid
+    assert run.reports[-1].rewarded
     assert run.learner.num_dropped == 0
 
 
@@ -691,9 +712,9 @@ def test_actions_that_the_policy_cannot_have_drawn_are_refused_at_once():
     run = Run()
     F.cross_entropy(run.model(torch.randn(3, 16)), torch.randint(0, 4, (3,))).backward()
     with pytest.raises(UsageError, match="has the choices 0 to 3"):
-        run.learner.step(1.0, actions=torch.tensor([0, 1, 9]))
+        run.learner.use(torch.tensor([0, 1, 9]))
     with pytest.raises(UsageError, match="got list"):
-        run.learner.step(1.0, actions=[0, 1, 2])
+        run.learner.use([0, 1, 2])
 
 
 @pytest.mark.parametrize(
@@ -736,14 +757,14 @@ def test_verify_on_every_step_sees_a_later_penalty():
     loss.backward()
     with pytest.raises(VerificationError, match="'2.weight'"):
         run.learner.step(loss)
-    assert Run(verify=False).train(2).reports[-1].paid
+    assert Run(verify=False).train(2).reports[-1].rewarded
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"reward": "best"}, "reward='best': allowed are 'gar', 'nslr', 'loss'"),
-        ({"reference": "last"}, "reference='last': allowed are 'next', 'previous' and a function"),
+        ({"reference": "last"}, "reference='last': allowed are 'next', 'previous', a function"),
         ({"reference": "previous", "reward": "nslr"}, "is a gradient, of which NextStepLoss makes no use"),
         ({"accumulate": 0}, "accumulate=0"),
         ({"normalisation": "all"}, "normalisation='all'"),
@@ -753,7 +774,7 @@ def test_verify_on_every_step_sees_a_later_penalty():
         ({"start_after": -1}, "start_after=-1"),
         ({"callback": [print, 3]}, "allowed are a function of a StepReport, and a list of them"),
         (
-            {"policy_optimizer": torch.optim.SGD(make_net().parameters())},
+            {"optimizer": torch.optim.SGD(make_net().parameters())},
             "must hold the policy's parameters and no others",
         ),
     ],
@@ -761,7 +782,7 @@ def test_verify_on_every_step_sees_a_later_penalty():
 def test_bad_arguments_are_named_and_leave_no_hooks(options, message):
     net = make_net()
     with pytest.raises(UsageError, match=message):
-        InLoop(net, MixturePolicy(3), **options)
+        make_learner(net, MixturePolicy(3), **options)
     assert num_hooks(net) == 0
 
 
@@ -791,7 +812,7 @@ def test_close_takes_everything_off():
     assert num_hooks(run.model) == 2
     run.learner.close()
     assert num_hooks(run.model) == 0
-    assert run.learner._pending.step is None
+    assert run.learner.reference.waiting is None
     with InLoop(run.model, MixturePolicy(4)):
         assert num_hooks(run.model) > 0
     assert num_hooks(run.model) == 0
@@ -844,7 +865,7 @@ def test_evaluation_between_steps_leaves_no_trace():
 
 def test_the_tape_is_freed_when_it_is_paid():
     run = Run().train(2)
-    tape = run.learner._pending.tape
+    tape = run.learner.reference.waiting.tape
     assert tape.calls
     run.step()
     assert tape.calls == []
@@ -852,7 +873,7 @@ def test_the_tape_is_freed_when_it_is_paid():
 
 def test_two_learners_on_one_model():
     run = Run(accumulate=1)
-    other = InLoop(run.model, MixturePolicy(4), accumulate=1, dry_run=True, layers=["2"])
+    other = InLoop(run.model, MixturePolicy(4), update=False, record=Recording(layers=["2"]))
     for _ in range(3):
         actions = run.learner.sample(16)
         other.sample(16)
@@ -863,7 +884,7 @@ def test_two_learners_on_one_model():
         report = other.step(loss)
         run.optimizer.step()
         run.optimizer.zero_grad()
-    assert report.paid
+    assert report.rewarded
     assert report.reward_mean != run.reports[-1].reward_mean
 
 
@@ -878,13 +899,12 @@ def test_two_learners_on_one_model():
     ],
     ids=str,
 )
-@pytest.mark.parametrize("pending", [False, True])
-def test_a_continued_run_equals_the_uninterrupted_one_bit_for_bit(options, pending, tmp_path):
+def test_a_continued_run_equals_the_uninterrupted_one_bit_for_bit(options, tmp_path):
     def checkpoint(run):
         return {
             "model": run.model.state_dict(),
             "optimizer": run.optimizer.state_dict(),
-            "learner": run.learner.state_dict(pending=pending),
+            "learner": run.learner.state_dict(),
             "mixture": run.mixture.generator.get_state(),
         }
 
@@ -906,43 +926,36 @@ def test_a_continued_run_equals_the_uninterrupted_one_bit_for_bit(options, pendi
         assert torch.equal(continued.model.state_dict()[name], value)
     assert str(rewards_of(continued)[-12:]) == str(rewards_of(uninterrupted)[-12:])
     assert continued.reports[-1].step == 23
-    waited = options.get("reference") != "previous" and not pending  # "previous" leaves nothing to wait for
-    assert continued.reports[2].paid is not waited
+    waited = options.get("reference") != "previous"  # "previous" leaves nothing to wait for
+    assert continued.reports[2].rewarded is not waited
 
 
-def test_draws_made_ahead_survive_with_the_policy_that_made_them(tmp_path):
-    def use(run, actions):
-        x, y = run.mixture.draw(actions)
+def test_an_announced_draw_survives_with_the_policy_that_made_it(tmp_path):
+    def train_on(run):
+        x, y = run.mixture.draw(run.learner._sampler.waiting[0].actions)
         loss = F.cross_entropy(run.model(x), y)
         loss.backward()
-        report = run.learner.step(loss, actions)
+        report = run.learner.step(loss)
         run.optimizer.step()
         run.optimizer.zero_grad()
         return report
 
     run = Run(accumulate=1).train(3)
-    ahead = [run.learner.sample(32) for _ in range(3)]
-    use(run, ahead[0])  # the policy has moved since the others were drawn
+    ahead = run.learner.draw(32)
+    run.train(2)  # the policy moves
+    run.learner.use(ahead)
     run.learner.num_dropped = 7
-    torch.save(
-        [
-            run.learner.state_dict(pending=True),
-            run.model.state_dict(),
-            run.optimizer.state_dict(),
-            run.mixture.generator.get_state(),
-        ],
-        tmp_path / "state.pt",
-    )
+    states = run.learner, run.model, run.optimizer
+    torch.save([*(part.state_dict() for part in states), run.mixture.generator.get_state()], tmp_path / "state.pt")
     other = Run(accumulate=1, seed=8)
     learner, model, optimizer, generator = torch.load(tmp_path / "state.pt", weights_only=True)
     other.learner.load_state_dict(learner)
     other.model.load_state_dict(model)
     other.optimizer.load_state_dict(optimizer)
     other.mixture.generator.set_state(generator)
-    for actions in ahead[1:]:
-        first, second = use(run, actions), use(other, actions)
-        assert first.lag == second.lag > 0
-        assert first.num_dropped == second.num_dropped == 7
+    first, second = train_on(run), train_on(other)
+    assert first.lag == second.lag > 0
+    assert first.num_dropped == second.num_dropped == 7
     run.train(2)
     other.train(2)
     assert torch.equal(run.policy.scores, other.policy.scores)
@@ -954,7 +967,7 @@ def test_a_state_that_does_not_fit_changes_nothing():
     with pytest.raises(
         UsageError, match=r"of a policy with \{'scores': \[5\]\}; this one, a MixturePolicy, has \{'scores': \[4\]\}"
     ):
-        run.learner.load_state_dict(other.learner.state_dict(pending=True) | {"num_steps": 99})
+        run.learner.load_state_dict(other.learner.state_dict() | {"num_steps": 99})
     assert torch.equal(run.policy.scores, before[0])
     assert run.learner.num_steps == before[1]
     state = run.learner.state_dict()
@@ -964,56 +977,23 @@ def test_a_state_that_does_not_fit_changes_nothing():
     assert not torch.equal(state["policy"]["scores"], run.policy.scores)  # a copy, not a view of what goes on
 
 
-def test_a_pending_step_survives_with_every_kind_of_layer(tmp_path):
-    """Dropout, statistics and parameters of then, in a layer with a rule and in a black box."""
-
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed = nn.Sequential(nn.Linear(16, 12), nn.BatchNorm1d(12), nn.Dropout(0.2))
-            self.lstm = nn.LSTM(3, 5, num_layers=2, dropout=0.3, batch_first=True)
-            self.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(5, 4))
-
-        def forward(self, batch):
-            return self.spectral(self.lstm(self.embed(batch).view(-1, 4, 3))[0][:, -1])
-
-    torch.manual_seed(0)
-    run = Run(net=Net(), batchnorm_affine=True).train(4)
-    torch.save(
-        {"learner": run.learner.state_dict(pending=True), "model": run.model.state_dict()}, tmp_path / "state.pt"
-    )
-    state = torch.load(tmp_path / "state.pt", weights_only=True)
-    other = Run(net=Net(), batchnorm_affine=True, seed=5)
-    other.model.load_state_dict(state["model"])
-    other.learner.load_state_dict(state["learner"])
-    direction = {name: torch.randn_like(p) for name, p in run.model.named_parameters()}
-    expected = run.learner._pending.tape.align(direction)
-    assert torch.equal(other.learner._pending.tape.align(direction), expected)
-
-    elsewhere = Run()
-    with pytest.raises(UsageError, match="which is not recorded in this model"):
-        elsewhere.learner.load_state_dict(state["learner"] | {"policy": elsewhere.policy.state_dict()})
-
-
 def test_saving_after_every_step_is_noticed(caplog):
     run = Run().train(1)
     run.learner.state_dict()
     assert caplog.text == ""
     run.train(1)
     run.learner.state_dict()
-    assert "called after every step, nothing is ever paid" in caplog.text
+    assert "called after every step, nothing is ever rewarded" in caplog.text
 
 
 def test_each_update_is_taken_at_the_policy_that_drew():
     """φ moves between drawing and paying; the gradient of log p belongs to the φ of then."""
     policy = MixturePolicy(4)
-    run = Run(policy=policy, accumulate=1, policy_optimizer=torch.optim.SGD(policy.parameters(), lr=0.5))
+    run = Run(policy=policy, accumulate=1, optimizer=torch.optim.SGD(policy.parameters(), lr=0.5))
     scores, actions = [policy.scores.detach().clone()], []
     rewards = []
     original = run.learner.reward
-    run.learner.reward = type(
-        "Spy", (), {"needs_tape": True, "aligns_once": False, "__call__": lambda _, *a: spy(original(*a))}
-    )()
+    run.learner.reward = type("Spy", (), {"needs_tape": True, "__call__": lambda _, *a: spy(original(*a))})()
 
     def spy(rewards_N):
         rewards.append(rewards_N)
@@ -1050,10 +1030,10 @@ def test_mixture_and_learner_draw_independently_without_arguments():
 
 
 def test_batchnorm_is_warned_of_once(caplog):
-    step_checks.warn_once.cache_clear()
+    refusals.warn_once.cache_clear()
     for _ in range(2):
         InLoop(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), MixturePolicy(2)).close()
     assert len([line for line in caplog.messages if "mixes the examples" in line]) == 1
-    step_checks.warn_once.cache_clear()
+    refusals.warn_once.cache_clear()
     InLoop(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval(), MixturePolicy(2)).close()
     assert len([line for line in caplog.messages if "mixes the examples" in line]) == 1

@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from inloop import InLoop, MixturePolicy
-from inloop.alignment.call import LayerCall
+from inloop import InLoop, MixturePolicy, Recording, Reinforce
 from inloop.errors import BatchSizeError, UsageError
 from inloop.rewards import GradientAlignment
+from tests.learners import make_learner
 
 
 class Net(nn.Module):
@@ -38,12 +38,12 @@ def train(part, steps=6, micro_batches=1, **options):
     torch.manual_seed(0)
     net = Net().double()
     reward, chosen = Kept(), []
-    learner = InLoop(
+    learner = make_learner(
         net,
         MixturePolicy(3),
         reward=reward,
         part=part,
-        dry_run=True,
+        update=False,
         generator=torch.Generator().manual_seed(1),
         **options,
     )
@@ -55,7 +55,7 @@ def train(part, steps=6, micro_batches=1, **options):
         for x in batches:
             learner.sample(8)
             (net(x).square().mean() / micro_batches).backward()
-        chosen.append([draw.paid_here for draw in learner._sampler.waiting])
+        chosen.append([draw.rewarded_here for draw in learner._sampler.waiting])
         learner.step(1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -79,10 +79,9 @@ def test_rewards_are_those_of_the_whole_batch(retain, micro_batches):
 
 def test_less_is_kept():
     _, _, learner = train(0.25)
-    calls = {call.name: call for call in learner._pending.tape.calls}
+    calls = {call.name: call for call in learner.reference.waiting.tape.calls}
     assert calls["head"].num_examples == 2
     assert calls["head"].num_recorded == 8
-    assert isinstance(calls["gru"], LayerCall)
     assert calls["gru"].num_examples == 8  # to be run again as a whole
 
 
@@ -90,15 +89,17 @@ def test_the_policys_gradient_has_the_same_expectation():
     """Over many choices of a part of one batch."""
     rewards = torch.randn(40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     policy = MixturePolicy(3).double()
-    learner = InLoop(nn.Linear(1, 1), policy, part=0.25, normalisation="none", verify=False)
+    learner = InLoop(
+        nn.Linear(1, 1), policy, part=0.25, update=Reinforce(normalisation="none"), record=Recording(verify=False)
+    )
     draw = learner.draw(40)
     log_prob = policy.log_prob(draw.everyone)
     (whole,) = torch.autograd.grad((rewards * log_prob).sum(), policy.scores)
     parts = []
     for _ in range(4000):
-        part = learner._sampler.choose_paid(draw, 0.25)
+        part = learner._sampler.choose_rewarded(draw, 0.25)
         (gradient,) = torch.autograd.grad(
-            (rewards[part.paid_examples] * policy.log_prob(part.paid)).sum(), policy.scores
+            (rewards[part.rewarded_rows] * policy.log_prob(part.rewarded)).sum(), policy.scores
         )
         parts.append(4 * gradient)
     mean, std = torch.stack(parts).mean(0), torch.stack(parts).std(0)
@@ -112,7 +113,7 @@ def test_it_learns_and_continues():
     torch.manual_seed(0)
     model, mixture = make_net(), Mixture(make_sources(4, poisoned=2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    learner = InLoop(model, MixturePolicy(4), part=0.25, accumulate=5)
+    learner = InLoop(model, MixturePolicy(4), part=0.25, update=Reinforce(accumulate=5))
 
     def step(learner):
         x, y = mixture.draw(learner.sample(256))
@@ -126,24 +127,26 @@ def test_it_learns_and_continues():
     reports = [step(learner) for _ in range(250)]
     assert int(reports[-1].rewards.count_K.sum()) == 64
     assert int(learner.policy.probabilities().argmin()) == 2
-    state, data = learner.state_dict(pending=True), mixture.state_dict()
+    state, data = learner.state_dict(), mixture.state_dict()
     parameters = {name: value.clone() for name, value in model.state_dict().items()}
+    step(learner)  # the step before was dropped when the state was saved
     expected = step(learner)
-    again = InLoop(model, MixturePolicy(4), part=0.25, accumulate=5)
+    again = InLoop(model, MixturePolicy(4), part=0.25, update=Reinforce(accumulate=5))
     learner.close()
     again.load_state_dict(state)
     mixture.load_state_dict(data)
     model.load_state_dict(parameters)
     again.num_steps = state["num_steps"]
+    step(again)
     assert step(again).reward_mean == pytest.approx(expected.reward_mean, rel=1e-6)
 
 
 def test_a_run_without_verification_continues_with_a_part():
     _, _, learner = train(0.4, verify=False)
-    again = InLoop(Net().double(), MixturePolicy(3), part=0.4, dry_run=True, verify=False)
-    assert not again._recording.may_record_less()  # what is checkpointed is not known yet
+    again = InLoop(Net().double(), MixturePolicy(3), part=0.4, update=False, record=Recording(verify=False))
+    assert not again._recorder.may_record_less()  # what is checkpointed is not known yet
     again.load_state_dict(learner.state_dict())
-    assert again._recording.may_record_less()
+    assert again._recorder.may_record_less()
 
 
 @pytest.mark.parametrize("part", [0.0, -1.0, 1.5])
@@ -157,8 +160,8 @@ def test_a_batch_that_is_smaller_than_the_one_that_was_sampled_is_refused():
     x = torch.randn(8, 1, 6, 6, dtype=torch.float64)
     with pytest.raises(BatchSizeError, match="train on the whole batch that was sampled"):
         for _ in range(4):  # the first are rewarded whole, to be verified
-            actions = learner.sample(8)
+            learner.sample(8)
             keep = slice(0, 8 if learner.num_steps < 2 else 4)
             net(x[keep]).square().mean().backward()
-            learner.step(1.0, actions[keep])
+            learner.step(1.0)
             net.zero_grad()

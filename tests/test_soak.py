@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import inloop
-from inloop import InLoop, InloopError, MixturePolicy
+from inloop import InLoop, InloopError, MixturePolicy, Recording, Reinforce
 
 
 class Untidy(nn.Module):
@@ -49,7 +49,9 @@ def test_an_untidy_loop_leaves_nothing_behind(retain):
     torch.manual_seed(0)
     chance = random.Random(0)
     model = Untidy()
-    learner = InLoop(model, MixturePolicy(3), retain=retain, generator=torch.Generator().manual_seed(0))
+    learner = InLoop(
+        model, MixturePolicy(3), generator=torch.Generator().manual_seed(0), record=Recording(retain=retain)
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     counts, paid = [], 0
     for step in range(1000):
@@ -81,7 +83,7 @@ def test_an_untidy_loop_leaves_nothing_behind(retain):
         if what == "paused":
             with learner.paused():
                 torch.autograd.grad(model(torch.randn(2, 3, 6)).sum(), list(model.parameters()))
-        paid += learner.step(loss).paid
+        paid += learner.step(loss).rewarded
         optimizer.step()
         optimizer.zero_grad()
         if step % 100 == 99:
@@ -108,8 +110,12 @@ anything = st.one_of(
 )
 CALLS = {
     "InLoop": lambda a, b: InLoop(a, b),
-    "InLoop with options": lambda a, b: InLoop(nn.Linear(2, 2), MixturePolicy(2), reduction=a, retain=b),
-    "layers": lambda a, b: InLoop(nn.Linear(2, 2), MixturePolicy(2), layers=[str(a)], start_after=-1),
+    "InLoop with options": lambda a, b: InLoop(
+        nn.Linear(2, 2), MixturePolicy(2), record=Recording(reduction=a, retain=b)
+    ),
+    "layers": lambda a, b: InLoop(
+        nn.Linear(2, 2), MixturePolicy(2), update=Reinforce(start_after=-1), record=Recording(layers=[str(a)])
+    ),
     "step before anything": lambda a, b: InLoop(nn.Linear(2, 2), MixturePolicy(2)).step(1.0),
     "reward": lambda a, b: InLoop(nn.Linear(2, 2), MixturePolicy(2), reward=str(a)),
     "reference": lambda a, b: InLoop(nn.Linear(2, 2), MixturePolicy(2), reference=str(b)),

@@ -15,10 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from inloop import MixturePolicy, capture
-from inloop.draws import Draw
-from inloop.reinforce import Reinforce
-from inloop.rewards import GradientAlignment, NextStepLoss, Reference, Step
+from inloop import MixturePolicy, Reinforce, capture
+from inloop.rewards import GradientAlignment, NextStepLoss
+from inloop.step import Draw, Judge, Step
 
 ALPHA, K = 0.4, 3
 
@@ -61,11 +60,13 @@ class Problem:
         tape, after = self.after_step(actions)
         loss = self.next_loss(after)
         loss.backward()
-        reference = Reference({name: p.grad for name, p in after.named_parameters()}, loss.item())
-        rewards_N = reward(Step(len(actions), tape), reference)
+        draws = [Draw(actions, (len(actions),), copy.deepcopy(self.policy), 0)]
+        judge = Judge({name: p.grad for name, p in after.named_parameters()}, loss.item())
+        rewards_N = reward(Step(draws, tape), judge)
         moved = copy.deepcopy(self.policy)
-        reinforce = Reinforce(moved, torch.optim.SGD(moved.parameters(), lr=1.0), 1, "none")
-        reinforce.add(rewards_N, [Draw(actions, (len(actions),), copy.deepcopy(self.policy), 0)])
+        reinforce = Reinforce(torch.optim.SGD(moved.parameters(), lr=1.0), accumulate=1, normalisation="none")
+        reinforce.attach(moved, reward)
+        reinforce.add(draws, rewards_N)
         return (moved.scores - self.policy.scores).detach()
 
     def expected_update(self, reward, n):

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from inloop import InLoop, MixturePolicy
 from inloop.errors import UsageError, VerificationError
+from tests.learners import make_learner
 
 
 def make_net(dtype=torch.float64):
@@ -25,8 +26,8 @@ class Loop:
 
     def __init__(self, model=None, dtype=torch.float64, num_steps=5, optimizer=torch.optim.SGD, **options):
         self.model = make_net(dtype) if model is None else model
-        self.learner = InLoop(
-            self.model, MixturePolicy(3), generator=torch.Generator().manual_seed(0), dry_run=True, **options
+        self.learner = make_learner(
+            self.model, MixturePolicy(3), generator=torch.Generator().manual_seed(0), update=False, **options
         )
         self.optimizer = optimizer(self.model.parameters(), lr=0.1)
         generator = torch.Generator().manual_seed(0)
@@ -44,7 +45,7 @@ class Loop:
         for x, y in self.batches:
             self.learner.sample(len(x))
             report = step(self, x, y)
-            if report is not None and report.paid:
+            if report is not None and report.rewarded:
                 rewards += [report.reward_mean, report.reward_std]
         return rewards
 
@@ -107,25 +108,9 @@ class Segments(nn.Module):
 def test_a_checkpointed_module_is_kept_as_its_checkpoint_is(reentrant, expected):
     loop = Loop(Segments(reentrant))
     assert loop.run(plain_step) == pytest.approx(expected, rel=1e-9)
-    calls = {call.name: call for call in loop.learner._pending.tape.calls}
+    calls = {call.name: call for call in loop.learner.reference.waiting.tape.calls}
     assert set(calls) == {"first", "last"}
     assert calls["first"].args[0].shape == (8, 6)
-
-
-def test_a_pending_step_with_a_bare_parameter_survives():
-    """What an operation amounts to is saved, as functions cannot be."""
-    whole = Loop(Attends().double())
-    expected = whole.run(plain_step)
-    loop = Loop(Attends().double())
-    batches = loop.batches
-    loop.batches = batches[:3]
-    rewards = loop.run(plain_step)
-    state = loop.learner.state_dict(pending=True)
-    loop.learner.close()
-    loop.learner = InLoop(loop.model, MixturePolicy(3), generator=torch.Generator().manual_seed(0), dry_run=True)
-    loop.learner.load_state_dict(state)
-    loop.batches = batches[3:]
-    assert rewards + loop.run(plain_step) == pytest.approx(expected, rel=1e-9)
 
 
 def test_two_micro_batches(expected):
@@ -391,7 +376,7 @@ def test_a_learner_itself_is_not_copied(copied):
 
 def test_two_learners_on_one_model(expected):
     loop = Loop()
-    other = InLoop(loop.model, MixturePolicy(2), generator=torch.Generator().manual_seed(1), dry_run=True)
+    other = InLoop(loop.model, MixturePolicy(2), generator=torch.Generator().manual_seed(1), update=False)
     others = []
 
     def step(loop, x, y):
@@ -411,7 +396,7 @@ def test_two_learners_on_one_model(expected):
 def test_a_learner_over_a_part_of_a_model():
     whole, part = Loop(layers=["4"]), Loop()
     part.learner.close()
-    part.learner = InLoop(part.model[4], MixturePolicy(3), generator=torch.Generator().manual_seed(0), dry_run=True)
+    part.learner = InLoop(part.model[4], MixturePolicy(3), generator=torch.Generator().manual_seed(0), update=False)
     assert part.run(plain_step) == pytest.approx(whole.run(plain_step), rel=1e-9)
 
 

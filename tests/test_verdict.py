@@ -145,7 +145,7 @@ def test_the_learner_warns_once_when_its_policy_collapses(caplog):
     from tests.training import Run
 
     policy = MixturePolicy(4, form="softmax")
-    run = Run(policy=policy, dry_run=True).train(1)
+    run = Run(policy=policy, accumulate=1000).train(1)
     assert not run.reports[-1].collapsing
     with torch.no_grad():
         policy.scores.copy_(torch.tensor([8.0, 0.0, 0.0, 0.0]))
@@ -156,10 +156,10 @@ def test_the_learner_warns_once_when_its_policy_collapses(caplog):
 
 
 def test_a_fixed_mixture_cannot_collapse(caplog):
-    from inloop.policies import FixedMixture
+    from inloop.policies import Shares
     from tests.training import Run
 
-    Run(policy=FixedMixture([0.97, 0.01, 0.01, 0.01])).train(3)
+    Run(policy=Shares([0.97, 0.01, 0.01, 0.01])).train(3)
     assert "collapsing" not in caplog.text
 
 

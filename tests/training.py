@@ -4,7 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from inloop import InLoop, Mixture, MixturePolicy
+from inloop import Mixture, MixturePolicy
+from tests.learners import make_learner
 
 
 def make_sources(num_sources=4, poisoned=None, size=2000, features=16, classes=4, seed=0):
@@ -34,7 +35,7 @@ class Run:
         self.policy = policy or MixturePolicy(len(self.sources))
         self.reports = []
         options.setdefault("callback", self.reports.append)
-        self.learner = InLoop(self.model, self.policy, generator=torch.Generator().manual_seed(seed), **options)
+        self.learner = make_learner(self.model, self.policy, generator=torch.Generator().manual_seed(seed), **options)
         self.mixture = Mixture(self.sources, generator=torch.Generator().manual_seed(seed + 1))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=0.9)
 

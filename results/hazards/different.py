@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import inloop
 from inloop.atomic_files import write_atomically
 from inloop.datasets import digits
-from inloop.policies import FixedMixture
+from inloop.policies import Shares
 from inloop_lab.networks.transformers import Transformer
 
 HERE = Path(__file__).parent
@@ -52,7 +52,7 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 def make_policy(arm: str, num_sources: int) -> inloop.Policy:
     if arm == "uniform":
-        return FixedMixture.uniform(num_sources)
+        return Shares.uniform(num_sources)
     form = "softmax" if "softmax" in arm else "inverted"
     return inloop.MixturePolicy(num_sources, form=form, floor=0.05 if "floor" in arm else 0.0)
 
@@ -74,7 +74,9 @@ def train(problem: Problem, arm: str, seed: int) -> dict:
         return loss_of(model, x, y)
 
     reference = held_out_loss if "held-out" in arm else "next"
-    learner = inloop.InLoop(model, policy, reference=reference, dry_run=arm == "uniform", callback=statistics)
+    learner = inloop.InLoop(
+        model, policy, reference=reference, callback=statistics, update=False if arm == "uniform" else None
+    )
     for _ in range(problem.steps):
         x, y = mixture.draw(learner.sample(problem.batch))
         loss = loss_of(model, x, y)

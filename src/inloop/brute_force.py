@@ -98,7 +98,9 @@ def _costs(tape: Tape, direction: dict[str, Tensor]) -> dict[str, tuple[str, flo
         for canonical in call.parameter_names.values():
             share = direction[canonical].numel() / max(total, 1)
             rules.setdefault(canonical, set()).add(call.kind)
-            sizes[canonical] = sizes.get(canonical, 0.0) + share * sum(t.nbytes for t in call.tensors()) / max(call.num_examples, 1)
+            sizes[canonical] = sizes.get(canonical, 0.0) + share * sum(t.nbytes for t in call.tensors()) / max(
+                call.num_examples, 1
+            )
             seconds[canonical] = seconds.get(canonical, 0.0) + share * took
     whole = sum(seconds.values()) or 1.0
     return {name: (" + ".join(sorted(rules[name])), sizes[name], seconds[name] / whole) for name in rules}

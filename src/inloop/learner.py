@@ -143,7 +143,6 @@ class InLoop:
     def step(
         self,
         loss: Tensor | float,
-        actions: Actions | None = None,
         scaler: torch.amp.GradScaler | None = None,
         losses: Tensor | None = None,
     ) -> StepReport:
@@ -151,7 +150,6 @@ class InLoop:
 
         Args:
             loss: This step's loss.
-            actions: What was chosen for this step's examples; None for all that was sampled since the last step.
             scaler: That the loss was scaled with before ``backward``, so that rewards are those of the loss itself. A step that it
                 will skip, for gradients that are not finite, is dropped here, too.
             losses: Of each example, [N]; for the reward "loss".
@@ -165,7 +163,7 @@ class InLoop:
         if self._num_pauses:
             raise UsageError("learner.step was called inside learner.paused(). Fix: leave the block first.")
         scale = scale_of(scaler)
-        draws = self._sampler.take(actions, self.update.version)
+        draws = self._sampler.of_step()
         try:
             report = self._step(as_number(loss), draws, scale, losses)
         except VerificationError as error:
@@ -176,7 +174,7 @@ class InLoop:
             self.skip()
             raise
         self._abandoned_in_a_row = 0
-        self._sampler.forget(draws)
+        self._sampler.waiting = []
         for call in self.callbacks:
             call(report)
         return report
@@ -208,10 +206,7 @@ class InLoop:
 
     def _reward(self, step: Step, judge: Judge) -> dict[str, Any]:
         """Reward the examples of a step, and move the policy; returns what to report of it."""
-        rewards_N = self.reward(step, judge)
-        if self.reward.needs_tape:
-            rewards_N = rewards_N / (step.scale * judge.scale)
-        rewards_N = step.gather_rewards(rewards_N)
+        rewards_N = step.gather_rewards(self.reward(step, judge))
         step.release()
         self._rewarded_since_saved = True
         if not bool(rewards_N.isfinite().all()):
@@ -225,7 +220,10 @@ class InLoop:
             self.num_dropped += 1
             if _is_power_of_two(self._dropped_in_a_row):
                 log.warning(
-                    "inloop: step %d: %s; dropped (%d so far), the policy stays", self.num_steps, dropped, self.num_dropped
+                    "inloop: step %d: %s; dropped (%d so far), the policy stays",
+                    self.num_steps,
+                    dropped,
+                    self.num_dropped,
                 )
         report = StepReport(
             step=self.num_steps,
@@ -245,7 +243,7 @@ class InLoop:
     def _finish_recording(self, draws: list[Draw], gradients: Direction, norm: float) -> Tape | None:
         """Take the step's tape, if it has one, and refuse what cannot be a training step."""
         refuse_changed_model(self._recorder.plan, gradients)
-        plain = any([draw.plain for draw in draws])
+        plain = all([draw.plain for draw in draws])
         tape = None if plain else self._recorder.tape
         refuse_missing_gradients(tape, gradients, norm)
         if self.reward.needs_tape and not plain:
@@ -274,14 +272,22 @@ class InLoop:
         self._refuse_if_closed()
         return self._sampler.draw(n, self.update.version, plain)
 
-    def use(self, draw: Draw) -> None:
-        """The next (micro-)batch that is trained on is the one that was chosen by ``draw``: record it."""
+    def use(self, draw: Draw | Actions) -> None:
+        """The next (micro-)batch that is trained on is the one that was chosen by ``draw``: record it.
+
+        Args:
+            draw: From :meth:`draw`; or actions that were chosen elsewhere, which count as drawn by the policy as it is now.
+        """
         self._refuse_if_closed()
+        if not isinstance(draw, Draw):
+            draw = self._sampler.chosen_elsewhere(draw, self.update.version)
         if self._recorder.is_open and self._recorder.was_abandoned():
             self._abandoned_in_a_row += 1
             repeated = self._abandoned_in_a_row > 1 and _is_power_of_two(self._abandoned_in_a_row)
             log.log(
-                logging.WARNING if repeated else logging.INFO,  # one batch may be given up; a second in a row has its reason
+                logging.WARNING
+                if repeated
+                else logging.INFO,  # one batch may be given up; a second in a row has its reason
                 "inloop: gradients were cleared, or used by the optimizer, without learner.step (%d time(s) in a row); their draws are "
                 "dropped. Fix: call learner.step(loss) after loss.backward(), before the optimizer",
                 self._abandoned_in_a_row,
@@ -290,6 +296,10 @@ class InLoop:
             self.skip()
         if self.part < 1 and not draw.plain and self._recorder.may_record_less():
             draw = self._sampler.choose_rewarded(draw, self.part)
+        self._announce(draw)
+
+    def _announce(self, draw: Draw) -> None:
+        """Open the recording of a step, if this is the first of its draws, and expect the draw's batch."""
         if not self._recorder.is_open:
             self._recorder.open(None if self.reference.waiting is None else self.reference.waiting.tape)
         self._sampler.waiting.append(draw)
@@ -340,7 +350,8 @@ class InLoop:
         """Take all hooks off the model and free what is held. The policy stays as it is."""
         self._closed = True
         self._recorder.remove()
-        self.reference.drop()
+        self.reference.detach()
+        self.update.detach()
         self._sampler.waiting = []
 
     def __repr__(self) -> str:
@@ -405,9 +416,9 @@ class InLoop:
         self.num_steps, self.num_dropped = state["num_steps"], state["num_dropped"]
         self.reference.drop()
         self.reference.load_state_dict(state["reference"])
-        self._sampler.restore([])
+        self._sampler.forget_copy()
         for draw in draws:
-            self.use(draw)
+            self._announce(draw)
 
 
 def _as_update(update: Update | Literal[False] | None, policy: Policy) -> Update:

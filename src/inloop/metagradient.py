@@ -207,7 +207,9 @@ class MetaGradient:
 
     def _update_meta(self, meta_gradient: dict[str, Tensor | None]) -> None:
         if not all(value is None or bool(value.isfinite().all()) for value in meta_gradient.values()):
-            log.warning("meta-gradient of step %d is not finite; dropped, the meta-parameters stay", self.num_steps)
+            log.warning(
+                "inloop: meta-gradient of step %d is not finite; dropped, the meta-parameters stay", self.num_steps
+            )
             return
         for name, parameter in self.meta.named_parameters():
             parameter.grad = meta_gradient.get(name)

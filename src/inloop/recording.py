@@ -189,7 +189,7 @@ class StepRecorder:
         self._num_verified = state["num_verified"]
 
     def optimizer_has_stepped(self, optimizer: Optimizer) -> None:
-        """An optimizer, of this model or of another, has done a step. (Fused ones do not raise the versions of tensors.)"""
+        """Note that an optimizer, of this model or of another, has done a step; fused ones do not raise the versions of tensors."""
         if not self.is_open or self.tape is None or not self.tape.reached:
             return
         own = {id(parameter) for parameter in self._model.parameters()}

@@ -38,9 +38,20 @@ class Reference(ABC):
 
     def __init__(self) -> None:
         self.waiting: Step | None = None
+        self._is_attached = False
 
-    def attach(self, model: nn.Module, reward: Reward) -> None:  # noqa: B027  most have nothing to do
+    def attach(self, model: nn.Module, reward: Reward) -> None:
         """The model in training, and the reward that the judge is for. Raises if they do not go together."""
+        if self._is_attached:
+            raise UsageError(
+                f"This {type(self).__name__} belongs to another learner already. Fix: make one for each learner."
+            )
+        self._is_attached = True
+
+    def detach(self) -> None:
+        """The learner is closed."""
+        self._is_attached = False
+        self.drop()
 
     @abstractmethod
     def match(self, current: Step, now: Judge) -> tuple[Step | None, Judge]:
@@ -83,6 +94,7 @@ class Previous(Reference):
         self._before: Judge | None = None
 
     def attach(self, model: nn.Module, reward: Reward) -> None:
+        super().attach(model, reward)
         if not reward.needs_tape:
             raise UsageError(
                 f"reference='previous' is a gradient, of which {type(reward).__name__} makes no use. Fix: use reference='next', or reward='gar'."
@@ -94,7 +106,9 @@ class Previous(Reference):
 
     def state_dict(self) -> dict[str, Any]:
         if self._before is None or any(is_sharded(value) for value in self._before.direction.values()):
-            self._before = None  # sharded, it would be a gradient of the whole model; the next step goes unrewarded, here, too
+            self._before = (
+                None  # sharded, it would be a gradient of the whole model; the next step goes unrewarded, here, too
+            )
             return {"previous": None}
         before = self._before
         return {"previous": {"direction": dict(before.direction), "loss": before.loss, "scale": before.scale}}
@@ -117,6 +131,7 @@ class HeldOut(Reference):
         self.loss = loss
 
     def attach(self, model: nn.Module, reward: Reward) -> None:
+        super().attach(model, reward)
         self._model, self._needs_gradient = model, reward.needs_tape
 
     def match(self, current: Step, now: Judge) -> tuple[Step | None, Judge]:

@@ -58,7 +58,7 @@ def warn_of_coupled_examples(model: nn.Module) -> None:
 
 @cache
 def warn_once(text: str) -> None:
-    log.warning(text)
+    log.warning("inloop: %s", text)
 
 
 def gradient_norm(gradients: Direction) -> float:

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from inloop.step import Draw
 from inloop.policies import Policy, RewardSummary, concatenate
+from inloop.step import Draw
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,5 +81,7 @@ def summarise_rewards(policy: Policy, draws: Sequence[Draw], rewards_N: Tensor) 
     return {
         "reward_mean": float(rewards_N.mean()),
         "reward_std": float(rewards_N.std()) if len(rewards_N) > 1 else 0.0,
-        "rewards": policy.summarise(draws[0].rewarded if len(draws) == 1 else concatenate([draw.rewarded for draw in draws]), rewards_N),
+        "rewards": policy.summarise(
+            draws[0].rewarded if len(draws) == 1 else concatenate([draw.rewarded for draw in draws]), rewards_N
+        ),
     }

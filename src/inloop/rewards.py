@@ -23,7 +23,7 @@ class Reward(ABC):
     Attributes:
         needs_tape: Whether the layer calls of the step must be recorded. Every reward says so.
         normalisation: How REINFORCE normalises this reward by default.
-        aligns_once: Whether ``step.tape.align(judge.direction)`` is all that it asks of the tape. Then the tape is aligned and released
+        aligns_once: Whether ``step.align(judge)`` is all that it asks of the tape. Then the tape is aligned and released
             while that direction is being formed. A subclass does not inherit it: it must say so itself.
     """
 
@@ -46,8 +46,7 @@ class GradientAlignment(Reward):
     aligns_once = True
 
     def __call__(self, step: Step, judge: Judge) -> Tensor:
-        assert step.tape is not None
-        return step.tape.align(judge.direction)
+        return step.align(judge)
 
 
 class NextStepLoss(Reward):

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from inloop.alignment.kept import tensors_in
 from inloop.distributed import begin_alike, gather_counts, gather_rows, world_size
-from inloop.step import Draw
 from inloop.errors import UsageError
-from inloop.policies import Actions, Policy, count_actions, map_actions, same_actions
+from inloop.policies import Actions, Policy, count_actions, map_actions
+from inloop.step import Draw
 
 
 class Sampler:
@@ -60,40 +60,26 @@ class Sampler:
         rows = torch.randperm(draw.num_everyone, generator=self.generator)[:some].sort().values
         return replace(draw, rewarded_rows=rows)
 
-    def take(self, actions: Actions | None, version: int) -> list[Draw]:
-        """The draws of a step: all that wait, or the one of these actions, or a new one if they were drawn elsewhere."""
-        if actions is None:
-            if not self.waiting:
-                raise UsageError(
-                    "learner.step was called without actions. Fix: call learner.sample(n) before the forward pass of each step, or "
-                    "pass step(loss, actions=...)."
-                )
-            return list(self.waiting)
+    def chosen_elsewhere(self, actions: Actions, version: int) -> Draw:
+        """A draw of choices that somebody else has made, as if the policy of now had drawn them."""
         self._join_others()
-        fits = [place for place, draw in enumerate(self.waiting) if same_actions(draw.actions, actions)]
-        place = next((place for place in fits if self.waiting[place].actions is actions), *fits[:1] or [-1])
-        places = gather_counts(place + 1)
-        if len(set(places)) > 1:
-            raise UsageError(
-                "The actions that learner.step was given are those of different draws in different processes. Fix: train on batches in the order "
-                "in which they were sampled, in all processes, and call learner.step(loss) without actions."
-            )
-        if place >= 0:
-            return [self.waiting[place]]
         with torch.no_grad():
             self.policy.log_prob(actions)  # refuses what is no action of this policy
         counts = gather_counts(count_actions(actions))
         everyone = map_actions(lambda tensor: gather_rows(tensor, counts), actions)
-        return [Draw(everyone, counts, self._copy_of(version), version)]
+        return Draw(everyone, counts, self._copy_of(version), version)
 
-    def forget(self, draws: Sequence[Draw]) -> None:
-        """They were used. If none of them waits, they are in the place of what does: a part of it, or in another order."""
-        left = [draw for draw in self.waiting if draw not in draws]
-        self.waiting = [] if draws and len(left) == len(self.waiting) else left
+    def of_step(self) -> list[Draw]:
+        """The draws that were announced since the last step."""
+        if not self.waiting:
+            raise UsageError(
+                "learner.step was called without actions. Fix: call learner.sample(n) before the forward pass of each step, or "
+                "learner.use(actions) with choices of your own."
+            )
+        return list(self.waiting)
 
-    def restore(self, waiting: list[Draw]) -> None:
-        """After loading a state: these draws wait, and the policy is another than the copy."""
-        self.waiting = waiting
+    def forget_copy(self) -> None:
+        """The policy was loaded, and is another than its copy."""
         self._copy = None
 
     def _copy_of(self, version: int) -> Policy:

@@ -100,6 +100,24 @@ class Draw:
 
 
 @dataclass(frozen=True, slots=True)
+class Judge:
+    """What a step is judged by: a gradient, by parameter name, and a loss.
+
+    Attributes:
+        scale: What the gradient is multiplied with.
+    """
+
+    direction: Direction
+    loss: float
+    scale: float = 1.0
+
+    def detached(self) -> "Judge":
+        """A copy that outlives the gradients of the step."""
+        direction = {name: None if g is None else g.detach().clone() for name, g in self.direction.items()}
+        return Judge(direction, self.loss, self.scale)
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """A step that was trained on, until its examples are rewarded.
 
@@ -133,24 +151,13 @@ class Step:
         pairs = zip(self.draws, parts, strict=True)
         return torch.cat([gather_rows(part, draw.rewarded_counts) for draw, part in pairs])
 
+    def align(self, judge: Judge) -> Tensor:
+        """``<∇l_i, g>`` for every example of this process, [N]; factors that losses were scaled with are divided out."""
+        assert self.tape is not None
+        scale = self.scale * judge.scale
+        aligned_N = self.tape.align(judge.direction)
+        return aligned_N if scale == 1 else aligned_N / scale
+
     def release(self) -> None:
         if self.tape is not None:
             self.tape.release()
-
-
-@dataclass(frozen=True, slots=True)
-class Judge:
-    """What a step is judged by: a gradient, by parameter name, and a loss.
-
-    Attributes:
-        scale: What the gradient is multiplied with.
-    """
-
-    direction: Direction
-    loss: float
-    scale: float = 1.0
-
-    def detached(self) -> "Judge":
-        """A copy that outlives the gradients of the step."""
-        direction = {name: None if g is None else g.detach().clone() for name, g in self.direction.items()}
-        return Judge(direction, self.loss, self.scale)

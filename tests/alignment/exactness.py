@@ -37,7 +37,7 @@ def rewards_and_oracle(
     """Rewards of a random direction, from the engine and from one backward pass an example through the same graph."""
     direction = random_direction(model)
     model.zero_grad()
-    with capture(model, reduction, verify=True, **options) as tape:
+    with capture(model, reduction=reduction, verify=True, **options) as tape:
         out = forward(model) if forward else model(*inputs)
         losses_N = per_example_losses(out)
         (losses_N.mean() if reduction == "mean" else losses_N.sum()).backward(retain_graph=True)
@@ -61,4 +61,5 @@ def assert_exact(model: nn.Module, *inputs: Any, **options: Any) -> None:
 
 def rule_names(model: nn.Module) -> dict[str, str]:
     """How each recorded module is aligned: the name of its rule's function."""
-    return {site.name: site.rule.align.__name__ for site in make_plan(model, batchnorm_affine=True).sites}
+    sites = make_plan(model, batchnorm_affine=True).sites
+    return {site.name: site.rule.align.__name__ if site.rule else "run again" for site in sites}

@@ -7,8 +7,8 @@ from torch.utils.checkpoint import checkpoint
 
 from inloop import capture
 from inloop.alignment import call as call_module
+from inloop.alignment.kept import ExampleGradients
 from inloop.alignment.oracles import align_by_loss
-from inloop.alignment.reduced import ReducedCall
 from tests.alignment.architectures import ARCHITECTURES, Model, N
 from tests.alignment.exactness import assert_exact, per_example_losses, random_direction, relative_error, rule_names
 
@@ -41,7 +41,7 @@ def test_checkpointed_layers_that_form_gradients_themselves(reentrant):
     direction = random_direction(model)
     with capture(model, verify=True) as tape:
         per_example_losses(model(x)).mean().backward()
-    assert all(isinstance(call, ReducedCall) for call in tape.calls)
+    assert all(isinstance(call, ExampleGradients) for call in tape.calls)
     oracle_N = align_by_loss(model, per_example_losses(model.out(block(model.stem(x)))), direction)
     assert relative_error(tape.align(direction), oracle_N) < 1e-9
 

@@ -8,8 +8,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import inloop
-from inloop.alignment.reduced import ReducedCall
-from inloop.alignment.spare import Spare
+from inloop.alignment.kept import ExampleGradients
 from tests.alignment.exactness import assert_exact
 
 LAYERS = {
@@ -29,7 +28,7 @@ def doubled(case):
 
 
 def is_fused(output):
-    return type(output.grad_fn).__name__ == "_FusedBackward"
+    return type(output.grad_fn).__name__ == "FusedBackward"
 
 
 @pytest.mark.parametrize("case", LAYERS)
@@ -48,7 +47,7 @@ def test_training_is_the_same(case):
     assert torch.equal(recorded, out)
     torch.testing.assert_close(recorded_x.grad, plain_x.grad, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close([p.grad for p in layer.parameters()], expected, rtol=1e-12, atol=1e-12)
-    assert [type(call) for call in tape.calls] == [ReducedCall]
+    assert [type(call) for call in tape.calls] == [ExampleGradients]
     assert_exact(layer, x)
 
 
@@ -133,57 +132,3 @@ def test_two_calls_of_a_layer():
     layer = nn.Linear(4, 4).double()
     model = nn.Sequential(layer, nn.Tanh(), layer)
     assert_exact(model, torch.randn(5, 20, 4, dtype=torch.float64))
-
-
-def test_memory_is_used_again_but_never_while_it_is_read():
-    spare, like = Spare(), torch.empty(0)
-    large = torch.ones(1 << 19)
-    spare.give(large)
-    spare.give(torch.ones(4))  # too small to be worth it
-    spare.give(torch.ones(1 << 20)[: 1 << 19])  # a part of something else
-    assert spare.take(torch.Size([4]), like).shape == (4,)
-    assert spare.take(large.shape, like).data_ptr() == large.data_ptr()
-    assert spare.take(large.shape, like).data_ptr() != large.data_ptr()
-    spare.give(large)
-    spare.clear()
-    assert spare.take(large.shape, like).data_ptr() != large.data_ptr()
-
-
-def test_rewards_do_not_depend_on_whether_memory_is_used_again(monkeypatch):
-    """Layers of one size, with gradients that are large enough for it."""
-
-    def rewards():
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Sequential(nn.Linear(48, 48), nn.Tanh()) for _ in range(4)), nn.Linear(48, 1))
-        reports = []
-        learner = inloop.InLoop(
-            model,
-            inloop.MixturePolicy(2),
-            dry_run=True,
-            callback=reports.append,
-            generator=torch.Generator().manual_seed(0),
-        )
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(5):
-            learner.sample(128)
-            loss = model(torch.randn(128, 60, 48)).square().mean()
-            loss.backward()
-            learner.step(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-        learner.close()
-        return [value for report in reports if report.paid for value in (report.reward_mean, report.reward_std)]
-
-    taken = []
-    take = Spare.take
-
-    def count(self, shape, like):
-        tensor = take(self, shape, like)
-        taken.append(tensor.data_ptr())
-        return tensor
-
-    monkeypatch.setattr(Spare, "take", count)
-    used_again = rewards()
-    assert len(set(taken)) < len(taken)
-    monkeypatch.setattr(Spare, "give", lambda self, tensor: None)
-    assert used_again == rewards()

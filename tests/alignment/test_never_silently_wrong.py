@@ -2,6 +2,7 @@
 
 import random
 import threading
+from typing import ClassVar
 
 import pytest
 import torch
@@ -135,7 +136,7 @@ REFUSED = {
 def test_rows_that_are_not_the_examples_in_order_are_refused(case, retain):
     model, inputs = REFUSED[case]
     inputs = [value.double() if value.is_floating_point() else value for value in inputs]
-    with pytest.raises(InloopError, match="do not move along"):
+    with pytest.raises(InloopError, match="other rows of"):
         rewards_and_oracle(model.double(), *inputs, retain=retain)
 
 
@@ -336,9 +337,13 @@ class PositionsFirst(nn.Module):
 
 
 class AnswersOnce(PositionsFirst):
+    """Refuses to be run by a twin."""
+
+    owners: ClassVar = []
+
     def forward(self, x):
-        if not self.training:
-            raise NotImplementedError("only for training")
+        if self.owners and self.owners[0] is not self:
+            raise NotImplementedError("only once")
         return super().forward(x)
 
 
@@ -383,12 +388,16 @@ def test_trying_a_compiled_model_compiles_nothing():
     torch._dynamo.reset()
     graphs = []
     model = torch.compile(PositionsFirst(), backend=lambda graph, _: graphs.append(graph) or graph.forward)
-    layouts = layouts_of(model, make_plan(model), ((torch.randn(6, 6, 4),), {}))
+    layouts = layouts_of(model, ((torch.randn(6, 6, 4),), {}), make_plan(model))
     assert layouts[("_orig_mod.first", 0)].axis == 1
     assert not graphs
 
 
 def test_a_model_that_cannot_be_tried_is_told(caplog):
     model = AnswersOnce().double()
+    AnswersOnce.owners[:] = [model]
     rewards_and_truth(model, model)
-    assert "could not be found out (NotImplementedError: only for training)" in caplog.text
+    assert (
+        "could not find out where the examples are in the outputs of the model's layers (NotImplementedError: only once)"
+        in caplog.text
+    )

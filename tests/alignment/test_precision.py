@@ -64,7 +64,7 @@ def test_black_box_under_autocast():
     model = nn.LSTM(6, 5, batch_first=True)
     x = torch.randn(8, 4, 6)
     direction = random_direction(model)
-    with capture(model, "sum", verify=True) as tape:
+    with capture(model, reduction="sum", verify=True) as tape:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = model(x)[0].float().square().sum()
         loss.backward()
@@ -76,7 +76,7 @@ def test_black_box_under_autocast():
 def test_float16_autocast_takes_directions_of_any_size(problem, scale):
     """Raw gradients are often smaller than what float16 can hold."""
     model, x, _, direction, _ = problem
-    with capture(model, "sum") as tape:
+    with capture(model, reduction="sum") as tape:
         with torch.autocast("cpu", dtype=torch.float16):
             loss = model(x).float().square().sum()
         loss.backward()

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import inloop
-from inloop.alignment import reduced
+from inloop.alignment import rules
 from inloop.alignment.call import LayerCall
-from inloop.alignment.reduced import ReducedCall
+from inloop.alignment.kept import ExampleGradients
 from tests.alignment.exactness import assert_exact
 
 CASES = {
@@ -36,19 +36,19 @@ def recorded(layer, shape):
 
 @pytest.mark.parametrize("case", CASES)
 def test_reduced_calls_are_exact(case, monkeypatch):
-    monkeypatch.setattr(reduced, "MOST", 1e9)
+    monkeypatch.setattr(rules, "MOST", 1e9)
     layer, shape = CASES[case]
     layer = layer.double()
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.normal_()
-    assert isinstance(recorded(layer, shape).calls[0], ReducedCall)
+    assert isinstance(recorded(layer, shape).calls[0], ExampleGradients)
     assert_exact(layer, torch.randn(shape, dtype=torch.float64))
 
 
 def test_a_shortcut_counts_on_its_input_alone():
     """The gradient of a sum is one tensor for both terms: the branch holds it anyway."""
-    assert isinstance(recorded(nn.Conv2d(3, 4, 1).double(), (5, 3, 3, 3)).calls[0], ReducedCall)
+    assert isinstance(recorded(nn.Conv2d(3, 4, 1).double(), (5, 3, 3, 3)).calls[0], ExampleGradients)
     assert isinstance(recorded(nn.Conv2d(3, 12, 1).double(), (5, 3, 3, 3)).calls[0], LayerCall)
 
 
@@ -62,7 +62,7 @@ def test_a_shortcut_counts_on_its_input_alone():
     ],
 )
 def test_what_has_no_form_is_kept_whole(layer, shape, monkeypatch):
-    monkeypatch.setattr(reduced, "MOST", 1e9)
+    monkeypatch.setattr(rules, "MOST", 1e9)
     assert isinstance(recorded(layer.double(), shape).calls[0], LayerCall)
 
 
@@ -70,7 +70,7 @@ def test_only_what_becomes_smaller_is_reduced():
     """A wide convolution on few positions keeps x and dout, a narrow one on many its gradients."""
     model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.MaxPool2d(8), nn.Conv2d(8, 64, 3, padding=1)).double()
     kinds = {call.name: type(call) for call in recorded(model, (2, 3, 32, 32)).calls}
-    assert kinds == {"0": ReducedCall, "2": LayerCall}
+    assert kinds == {"0": ExampleGradients, "2": LayerCall}
 
 
 def test_frozen_parameters_are_left_out():
@@ -86,7 +86,7 @@ def test_a_gradient_that_cancels_within_an_example_is_no_error():
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.GroupNorm(4, 4), nn.Flatten(), nn.Linear(4 * 256, 3))
     with inloop.capture(model, verify=True) as tape:
         nn.functional.cross_entropy(model(torch.randn(8, 3, 16, 16)), torch.arange(8) % 3).backward()
-    assert isinstance(next(call for call in tape.calls if call.name == "0"), ReducedCall)
+    assert isinstance(next(call for call in tape.calls if call.name == "0"), ExampleGradients)
 
 
 def test_backward_twice_counts_twice():

@@ -9,7 +9,7 @@ from torch import nn
 
 import inloop
 from inloop.alignment import rules
-from inloop.alignment.half import Half, Halves
+from inloop.alignment.kept import Half, Halves
 from inloop.errors import BatchSizeError, UnsupportedLayerError, UsageError
 from tests.alignment.exactness import assert_exact, per_example_losses, relative_error, rewards_and_oracle
 
@@ -167,15 +167,15 @@ def test_a_rule_that_reads_the_parameters_is_kept_in_half_too(monkeypatch):
 def test_one_copy_of_the_parameters_at_a_time():
     """The copy for step t+1 is made when that for step t is not needed any more."""
     model = nn.Sequential(nn.Linear(50, 50), nn.Linear(50, 50))
-    learner = inloop.InLoop(model, inloop.MixturePolicy(2), retain="recompute")
+    learner = inloop.InLoop(model, inloop.MixturePolicy(2), record=inloop.Recording(retain="recompute"))
     for _ in range(2):
         learner.sample(4)
         loss = model(torch.randn(4, 50)).square().mean()
         loss.backward()
-        (call,) = learner._recording.tape.calls
+        (call,) = learner._recorder.tape.calls
         assert call.layer[0].weight.data_ptr() == model[0].weight.data_ptr()
         learner.step(loss)
-        (call,) = learner._pending.tape.calls
+        (call,) = learner.reference.waiting.tape.calls
         assert call.layer[0].weight.data_ptr() != model[0].weight.data_ptr()
         model.zero_grad()
 
@@ -235,9 +235,9 @@ def test_half_precision_keeps_gradients_of_any_size():
     model = nn.Sequential(nn.Linear(4, 3, bias=False)).double()
     x = torch.randn(5, 4).double()
     for factor in (1e-30, 1.0, 1e30):
-        with inloop.capture(model, "sum", retain="half") as tape:
+        with inloop.capture(model, reduction="sum", retain="half") as tape:
             (model(x).square().sum() * factor).backward()
-        with inloop.capture(model, "sum") as exact:
+        with inloop.capture(model, reduction="sum") as exact:
             (model(x).square().sum() * factor).backward()
         direction = {"0.weight": torch.randn(3, 4).double()}
         assert relative_error(tape.align(direction), exact.align(direction)) < 1e-2
@@ -263,20 +263,20 @@ def test_zeros_and_infinities_survive_as_halves():
 
 def test_what_layers_share_is_halved_once():
     halves, shared = Halves(), torch.randn(4, 3)
-    assert halves.of(shared) is halves.of(shared.detach())
-    assert halves.of(shared) is not halves.of(shared[:2])
-    before = halves.of(shared)
+    assert halves(shared) is halves(shared.detach())
+    assert halves(shared) is not halves(shared[:2])
+    before = halves(shared)
     shared.mul_(2)
-    assert halves.of(shared) is not before
+    assert halves(shared) is not before
     whole = torch.arange(3)
-    assert halves.of(whole) is whole
+    assert halves(whole) is whole
 
 
 def test_a_freed_tensor_is_not_taken_for_its_successor():
     halves = Halves()
     for value in range(50):
         tensor = torch.full((1000,), float(value))
-        assert float(halves.of(tensor).full()[0]) == value
+        assert float(halves(tensor).full()[0]) == value
 
 
 def test_unknown_retention():

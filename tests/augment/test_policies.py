@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from inloop import InLoop
+from inloop import InLoop, Reinforce
 from inloop.augment import (
     SPACES,
     AugmentPolicy,
@@ -149,7 +149,7 @@ def test_a_learner_drops_the_operation_that_erases():
     torch.manual_seed(0)
     policy = AugmentPolicy(make_space(["identity", "to_black"]), numbers=(1,))
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
-    learner = InLoop(model, policy, interleave=True, accumulate=1)
+    learner = InLoop(model, policy, interleave=True, update=Reinforce(accumulate=1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(200):
         labels = torch.randint(2, (64,))

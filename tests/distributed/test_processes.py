@@ -188,10 +188,11 @@ def own_actions():
     run = Run(Options(Convolutional, "ddp"))
     for _ in range(4):
         actions = torch.full((3,), dist.get_rank() + 1)
+        run.learner.use(actions)
         x, y = run.mixture.draw(actions)
         loss = F.cross_entropy(run.wrapped(x), y)
         loss.backward()
-        report = run.learner.step(loss, actions=actions)
+        report = run.learner.step(loss)
         run.optimizer.step()
         run.optimizer.zero_grad()
     return report.rewards.count_K.tolist(), run.learner.policy.scores.tolist()
@@ -239,7 +240,7 @@ def loader_over(world_batch, num_steps, state):
     sources = [(torch.arange(50) + 100 * number,) for number in range(3)]
     model = DistributedDataParallel(nn.Linear(1, 1))
     mixture = inloop.Mixture(sources)
-    learner = inloop.InLoop(model, inloop.MixturePolicy(3), accumulate=1)
+    learner = inloop.InLoop(model, inloop.MixturePolicy(3), update=inloop.Reinforce(accumulate=1))
     loader = mixture.loader(learner, world_batch // distributed.world_size(), num_workers=1, num_batches=10)
     if state is not None:
         learner.load_state_dict(state["learner"])
@@ -305,13 +306,11 @@ def refusals():
     with pytest.raises(UsageError, match="processes|several"):
         inloop.MetaGradient(model, nn.Linear(1, 1), torch.optim.SGD(model.parameters(), lr=0.1))
     learner = inloop.InLoop(DistributedDataParallel(model), policy)
-    with pytest.raises(UsageError, match="this process alone"):
-        learner.state_dict(pending=True)
     learner.close()
     sharded = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     fully_shard(sharded)
     with pytest.raises(UsageError, match="recompute"):
-        inloop.InLoop(sharded, policy, retain="recompute")
+        inloop.InLoop(sharded, policy, record=inloop.Recording(retain="recompute"))
     learner = inloop.InLoop(sharded, policy, reference=lambda: sharded(torch.ones(1, 2)).sum())
     for _ in range(2):
         learner.sample(2)
@@ -390,7 +389,7 @@ def rewards_with_examples_second(wrapper, positions):
         fully_shard(model.a)
         fully_shard(model)
     wrapped = DistributedDataParallel(model) if wrapper == "ddp" else model
-    learner = inloop.InLoop(wrapped, inloop.MixturePolicy(3), dry_run=True)
+    learner = inloop.InLoop(wrapped, inloop.MixturePolicy(3), update=False)
     rewards = []
     add = learner.reward
     learner.reward = Seen(rewards, add)
@@ -424,7 +423,7 @@ def sorts_its_examples():
     fully_shard(model)
     learner = inloop.InLoop(model, inloop.MixturePolicy(3))
     learner.sample(4)
-    with pytest.raises(UnsupportedLayerError, match="do not move along"):
+    with pytest.raises(UnsupportedLayerError, match="other rows of"):
         model(torch.randn(4, 6, 3))
     return True
 
@@ -494,7 +493,7 @@ def a_layer_that_one_uses():
     torch.manual_seed(0)
     model = Sometimes()
     wrapped = DistributedDataParallel(model, find_unused_parameters=True)
-    learner = inloop.InLoop(wrapped, inloop.MixturePolicy(2), accumulate=1)
+    learner = inloop.InLoop(wrapped, inloop.MixturePolicy(2), update=inloop.Reinforce(accumulate=1))
     for step in range(6):
         model.used = step == 4 and dist.get_rank() == 1
         learner.sample(4)

@@ -116,17 +116,17 @@ class Run:
         self.learner = inloop.InLoop(
             self.wrapped,
             inloop.MixturePolicy(NUM_SOURCES),
-            accumulate=2,
             interleave=options.interleave,
-            retain=options.retain,
             part=options.part,
             reference=self.held_out if options.reference == "held-out" else options.reference,
+            update=inloop.Reinforce(accumulate=2),
+            record=inloop.Recording(retain=options.retain),
         )
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.rewards, self.probabilities, self.losses, self.messages, self.bytes = [], [], [], [], []
-        add = self.learner.updater.add
-        self.learner.updater.add = lambda rewards_N, draws: (
-            self.rewards.append(rewards_N.clone()) or add(rewards_N, draws)
+        add = self.learner.update.add
+        self.learner.update.add = lambda draws, rewards_N: (
+            self.rewards.append(rewards_N.clone()) or add(draws, rewards_N)
         )
 
     def held_out(self):

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import inloop
+from tests.learners import make_learner
 
 CLIP = 0.05  # of every step
 
@@ -30,7 +31,7 @@ def make_options():
 def train_plainly(steps, batch=16, micro_batches=1, interleave=False):
     """The policy after every step, and the mean rewards."""
     net, mixture = make_net(), make_mixture()
-    learner = inloop.InLoop(net, inloop.MixturePolicy(3), interleave=interleave, **make_options())
+    learner = make_learner(net, inloop.MixturePolicy(3), interleave=interleave, **make_options())
     optimizer = torch.optim.SGD(net.parameters(), lr=0.2)
     loader = iter(mixture.loader(learner, batch, micro_batches=micro_batches))
     record = []

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("ignore")]
 def train(path, *trackers, steps=6):
     net, mixture = make_net(), make_mixture()
     records = inloop.Records(path, *trackers, mixture=mixture, names=["bad", "good", "better"])
-    learner = inloop.InLoop(net, inloop.MixturePolicy(3), accumulate=1, callback=records)
+    learner = inloop.InLoop(net, inloop.MixturePolicy(3), callback=records, update=inloop.Reinforce(accumulate=1))
     for _ in range(steps):
         x, y = mixture.draw(learner.sample(12))
         loss = torch.nn.functional.cross_entropy(net(x), y)

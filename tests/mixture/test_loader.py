@@ -5,8 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import Dataset, IterableDataset
 
-from inloop import InLoop, Mixture, MixturePolicy
+from inloop import InLoop, Mixture, MixturePolicy, Reinforce
 from inloop.errors import UsageError
+from tests.learners import make_learner
 from tests.training import make_net, make_sources
 
 
@@ -37,7 +38,7 @@ class Training:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
         self.reports, self.batches = [], []
         torch.manual_seed(seed)
-        self.learner = InLoop(
+        self.learner = make_learner(
             self.model, MixturePolicy(len(sources)), accumulate=2, callback=self.reports.append, **options
         )
         self.mixture = Mixture(sources)
@@ -92,7 +93,7 @@ def test_a_change_of_the_policy_takes_effect_after_what_is_on_order(num_workers)
     most = max(report.lag for report in training.reports)
     # Two workers with two batches each on order: up to 4 batches, in which the policy moves every second step.
     assert most == {0: 0, 2: 2}[num_workers]
-    assert all(report.paid for report in training.reports[1:])
+    assert all(report.rewarded for report in training.reports[1:])
 
 
 @pytest.mark.parametrize("kind", ["datasets", "streams"])
@@ -139,7 +140,7 @@ def test_what_is_on_order_when_the_loop_is_left_comes_first_in_the_next(kind):
 
 def test_interleaving_through_the_loader():
     training = Training(SOURCES["datasets"](), num_batches=8, num_workers=2, interleave=True).run()
-    assert [report.paid for report in training.reports] == [False, True] * 4
+    assert [report.rewarded for report in training.reports] == [False, True] * 4
 
 
 class Augmented(Rows):
@@ -224,7 +225,9 @@ def test_a_change_of_the_policy_reaches_the_data_after_exactly_the_batches_on_or
 ):
     model = make_net(seed=0)
     policy = MixturePolicy(2, form="softmax")
-    learner = InLoop(model, policy, accumulate=1, policy_optimizer=torch.optim.SGD(policy.parameters(), lr=0.0))
+    learner = InLoop(
+        model, policy, update=Reinforce(accumulate=1, optimizer=torch.optim.SGD(policy.parameters(), lr=0.0))
+    )
     with torch.no_grad():
         policy.scores.copy_(torch.tensor([50.0, -50.0]))
     loader = Mixture([Marked(0), Marked(1)]).loader(learner, 4, num_workers=num_workers, prefetch=prefetch)
@@ -253,21 +256,21 @@ def test_log_probabilities_are_those_of_the_policy_that_drew(num_workers, prefet
     model = make_net(seed=0)
     policy = MixturePolicy(3)
     history, lags = [policy.scores.detach().clone()], []
-    learner = InLoop(model, policy, accumulate=1, callback=lambda report: lags.append(report.lag))
-    add, paid = learner.updater.add, []
+    learner = InLoop(model, policy, callback=lambda report: lags.append(report.lag), update=Reinforce(accumulate=1))
+    add, paid = learner.update.add, []
 
-    def watch(rewards_N, draws):
+    def watch(draws, rewards_N):
         for draw in draws:
             expected = MixturePolicy(3)
             with torch.no_grad():
                 expected.scores.copy_(history[draw.version])
             assert torch.equal(draw.policy.log_prob(draw.actions), expected.log_prob(draw.actions))
             paid.append(draw.version)
-        updated = add(rewards_N, draws)
+        updated = add(draws, rewards_N)
         history.append(policy.scores.detach().clone())
         return updated
 
-    learner.updater.add = watch
+    learner.update.add = watch
     sources = [Rows(x, y) for x, y in make_sources(3)]
     loader = Mixture(sources).loader(learner, 8, num_workers=num_workers, prefetch=prefetch, num_batches=25)
     for _, (x, y) in loader:

@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from inloop import Mixture
 from inloop.errors import UsageError
-from inloop.policies import FixedMixture
+from inloop.policies import Shares
 
 
 class Squares(Dataset):
@@ -81,7 +81,7 @@ def test_a_policy_with_too_few_choices_is_told_of(caplog):
 def test_a_source_with_a_share_of_zero_is_no_alarm(caplog):
     """The oracle of the demo leaves out the first source, and means it."""
     mixture = Mixture([(torch.zeros(4),), (torch.ones(4),), (torch.ones(4),)])
-    oracle = FixedMixture([0.0, 1.0, 1.0])
+    oracle = Shares([0.0, 1.0, 1.0])
     for _ in range(5):
         mixture.draw(oracle.sample(80))
     assert mixture.drawn_K[0] == 0

@@ -6,6 +6,7 @@ running statistics, and with sharded layers silently computes with the real weig
 Axes: N examples; ``...`` whatever else the output has.
 """
 
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -131,11 +132,11 @@ class Recorded(Kept):
 
     @property
     def coarsest(self) -> torch.dtype:  # type: ignore[override]
-        return self.dout.dtype.to_real()
+        return torch.float16 if isinstance(self.dout, Half) else self.dout.dtype.to_real()
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        return torch.promote_types(self.coarsest, torch.float32)  # sums do not fit into half precisions
+        return torch.promote_types(self.dout.dtype.to_real(), torch.float32)  # sums do not fit into half precisions
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -252,9 +253,8 @@ class LayerCall(Recorded):
         rows = len(self.dout)
         some = max(1, rows * _PART_BYTES // size)
         for start in range(0, rows, some):
-            tensors = (self.args, self.kwargs, self.dout)
-            few = slice(start, start + some)
-            yield self._with(tree_map_only((Tensor, Half), lambda t, few=few: t[few], tensors))
+            few = operator.itemgetter(slice(start, start + some))
+            yield self._with(tree_map_only((Tensor, Half), few, (self.args, self.kwargs, self.dout)))
 
     def dot(self, out: Tensor) -> Tensor:
         """``<dout_i, out_i>`` for every example; half precisions are accumulated in float32."""
@@ -297,7 +297,7 @@ def original_type(module: nn.Module) -> type[nn.Module]:
     return kind.__mro__[names.index("FSDPModule") + 1] if "FSDPModule" in names else kind
 
 
-def make_twin(module: nn.Module, parameters: Mapping[str, Tensor]) -> nn.Module:
+def make_twin(module: nn.Module, parameters: Mapping[str, Tensor], copy_tensors: bool = False) -> nn.Module:
     """Copy ``module`` and its children, without their storage, and give the copy ``parameters``.
 
     The twin has its own parameter table, cloned buffers and no hooks but those that are part of the computation (weight_norm,
@@ -307,6 +307,7 @@ def make_twin(module: nn.Module, parameters: Mapping[str, Tensor]) -> nn.Module:
     Args:
         parameters: One tensor for each parameter below ``module``, by its name relative to it. Aliases of a tied parameter have
             an entry each.
+        copy_tensors: Copy tensors that are plain attributes, too: a forward may write into them.
     """
     twins: dict[int, Any] = {}
     twin = _copy_module(module, parameters, "", twins)
@@ -314,7 +315,8 @@ def make_twin(module: nn.Module, parameters: Mapping[str, Tensor]) -> nn.Module:
         for part in twin.modules():
             for name, value in part.__dict__.items():
                 if name not in MODULE_TABLES:
-                    part.__dict__[name] = _refer_to(twins, value)
+                    copied = copy_tensors and isinstance(value, Tensor)
+                    part.__dict__[name] = value.detach().clone() if copied else _refer_to(twins, value)
     return twin
 
 
@@ -336,6 +338,7 @@ def _copy_module(module: nn.Module, parameters: Mapping[str, Tensor], prefix: st
     state.pop("_compiled_call_impl", None)  # would run the original
     if type(twin) is _Uncompiled:
         state.pop("forward", None)
+        state["training"] = module.training
     for table in HOOK_TABLES:
         state[table] = OrderedDict()
     if module._forward_pre_hooks:

@@ -152,4 +152,4 @@ class Fused(torch.autograd.Function):
         return None, dx, formed.get("weight", dweight), formed.get("bias", dbias)
 
 
-NODES = (Identity._backward_cls, Fused._backward_cls)  # type: ignore[attr-defined]
+NODES = (Identity._backward_cls, Fused._backward_cls)

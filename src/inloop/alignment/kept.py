@@ -109,7 +109,7 @@ class ExampleGradients(Kept):
 
     @property
     def coarsest(self) -> torch.dtype:  # type: ignore[override]
-        return self.dtype
+        return self.tensors()[0].dtype
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]

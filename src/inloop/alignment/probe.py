@@ -1,12 +1,13 @@
 """Finding out where the examples are in each output, by trying: exchange some examples at the entrance and see which rows change.
 
 Most models keep examples on the first axis. Some put them second, or fold them with positions into one axis; shapes alone cannot tell
-[T, N] from [N, T] where T = N, and nothing in a gradient can tell whose a row is. So in the first step the model is run twice
-more, on twins that share its parameters (a sharded model has none, and is run itself): as given, and with half of the examples replaced by
-others of the batch. Both passes draw the same random numbers, in the mode that the model is in, but for BatchNorm, which mixes
-examples and is in evaluation mode here. Under the right layout only rows of replaced examples change. An output of which others
-change, too, belongs to no examples, or to them in another order, and is refused. Where nothing can be found out, examples are taken
-to be on the first axis, and the other checks remain: a model that cannot be run so (this is logged), or whose output is another each time.
+[T, N] from [N, T] where T = N, and nothing in a gradient can tell whose a row is. So in the first step the model is run three times
+more, on twins that share its parameters (a sharded model has none, and is run itself): as given, and twice with half of the examples
+replaced by others of the batch. All passes draw the same random numbers, in the mode that the model is in, but for BatchNorm, which mixes
+examples and is in evaluation mode here. Under the right layout only rows of replaced examples change. Where others change, too, examples
+may depend on all others alike; then all are moved on by one, in evaluation mode, and the rows must move with them. An output that
+passes neither belongs to no examples, or to them in another order, and is refused. Where nothing can be found out, examples are taken to be on
+the first axis, and the other checks remain: for a model that cannot be run so (this is logged), or whose output is another each time.
 """
 
 import copy
@@ -16,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,7 +32,7 @@ from inloop.alignment.follow import Watch
 from inloop.alignment.kept import tensors_in
 from inloop.alignment.operation import Use, first_length
 from inloop.alignment.plan import Plan
-from inloop.distributed import gather_counts, is_sharded
+from inloop.distributed import gather_counts, gather_numbers, is_sharded
 from inloop.errors import UnsupportedLayerError
 
 log = logging.getLogger("inloop")
@@ -38,7 +40,8 @@ log = logging.getLogger("inloop")
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 # of each call: shape, rounding, sums over all axes but one, and whether it has a gradient
 _Sums = list[tuple[torch.Size, float, dict[int, Tensor], bool]]
-_Seen = dict[tuple[str, int], _Sums]
+_Key = tuple[str, int]
+_Seen = dict[_Key, _Sums]
 
 _KNOWN: "weakref.WeakKeyDictionary[nn.Module, dict[object, Layouts]]" = weakref.WeakKeyDictionary()
 
@@ -62,20 +65,26 @@ def layouts_of(model: nn.Module, inputs: Inputs, plan: Plan) -> Layouts:
 
 
 def _try(model: nn.Module, plan: Plan, inputs: Inputs, num_examples: int, sharded: bool = False) -> Layouts:
-    outputs = _outputs_in_place if sharded else _outputs
-    order = torch.randperm(num_examples, generator=torch.Generator().manual_seed(0))
-    replaced_N = torch.zeros(num_examples, dtype=torch.bool)
-    replaced_N[order[: num_examples // 2]] = True
+    outputs = partial(_outputs_in_place if sharded else _outputs, model, plan)
+    groups = _groups(num_examples)
     has_square = any(tensor.shape == (num_examples, num_examples) for tensor in tensors_in(inputs))
+
+    def anyone(lost: list[_Key]) -> bool:
+        """All processes run a sharded model together, as often as one of them needs it."""
+        return bool(gather_numbers(bool(lost)).any()) if sharded else bool(lost)
+
     try:
         with _nothing_outside_moves(model):
-            before = outputs(model, plan, _copied(inputs))
-            found, lost = _find(before, outputs(model, plan, _exchanged(inputs, replaced_N)), replaced_N)
-            if lost and has_square:  # which may be a mask over positions, and must stay as it is
-                found, lost = _find(before, outputs(model, plan, _exchanged(inputs, replaced_N, False)), replaced_N)
-            if lost:
-                again = outputs(model, plan, _copied(inputs))
-                lost = [key for key in lost if _changes(before[key], again.get(key, [])) <= 1]  # else it is random
+            before = outputs(_copied(inputs))
+            found, lost = _find(before, [(outputs(_exchanged(inputs, some)), some) for some in groups])
+            if anyone(lost) and has_square:  # which may be a mask over positions, and must stay as it is
+                after = [(outputs(_exchanged(inputs, some, squares=False)), some) for some in groups]
+                found, lost = _find(before, after)
+            if anyone(lost):  # unless it is random, or depends on the other examples alike
+                again = outputs(_copied(inputs), seed=1)
+                lost = [key for key in lost if _misfit(before[key], again.get(key, []), None, _same) <= 1]
+            if anyone(lost):
+                found |= _find_moved(outputs, inputs, num_examples, lost)
     except Exception as error:  # whatever a user's model may raise when it is called like this
         log.warning(
             "inloop: could not find out where the examples are in the outputs of the model's layers (%s: %s). They are taken to be on the "
@@ -84,33 +93,73 @@ def _try(model: nn.Module, plan: Plan, inputs: Inputs, num_examples: int, sharde
             str(error).split("\n")[0],
         )
         return {}
-    if lost:
-        shape = tuple(before[lost[0]][0][0])
+    if missing := [key for key in lost if key not in found]:
+        shape = tuple(before[missing[0]][0][0])
         raise UnsupportedLayerError(
-            f"When some examples of the batch are exchanged, other rows of '{lost[0][0]}', of shape {shape}, change than theirs: the rows are "
-            f"not the {num_examples} examples in their order, or examples depend on each other or on their place. Whose a row is cannot be "
-            "told. Fix: give the layer a row for each example, in order (sort and route outside of the model), pass the batch as the "
-            "model's first tensor, which is where the examples are counted, or leave the layer out with layers=."
+            f"When some examples of the batch are exchanged, other rows of '{missing[0][0]}', of shape {shape}, change than theirs, or none: "
+            f"the rows are not the {num_examples} examples in their order, or examples depend on each other or on their place. Whose a row "
+            "is cannot be told. Fix: give the layer a row for each example, in order (sort and route outside of the model), pass the batch "
+            "as the model's first tensor, which is where the examples are counted, or leave the layer out with layers=."
         )
-    return found
+    return {key: layout for key, layout in found.items() if layout != Layout()}
 
 
-def _find(
-    before: _Seen, after: _Seen, replaced_N: Tensor
-) -> tuple[dict[tuple[str, int], Layout], list[tuple[str, int]]]:
-    """Layouts other than the usual, and the outputs that have none."""
+def _groups(num_examples: int) -> list[Tensor]:
+    """Two halves of the examples, [N] each, that overlap by a half: rows in another order do not fit both."""
+    order = torch.randperm(num_examples, generator=torch.Generator().manual_seed(0))
+    half, start = num_examples // 2, max(1, num_examples // 4)
+    groups = torch.zeros(2, num_examples, dtype=torch.bool)
+    groups[0, order[:half]] = True
+    groups[1, order[start : start + half]] = True
+    return list(groups)
+
+
+def _find(before: _Seen, exchanges: list[tuple[_Seen, Tensor]]) -> tuple[dict[_Key, Layout], list[_Key]]:
+    """The layouts under which only rows of replaced examples change; and the outputs that have none, or in which no row changes.
+
+    Args:
+        exchanges: The outputs after some examples were replaced, and which.
+    """
     found, lost = {}, []
     for key, calls in before.items():
-        candidates = _candidates(calls[0][0], len(replaced_N))
-        if not candidates:  # no axis can count the examples; other checks say so, and better
-            continue
-        fits = [one for one in candidates if _changes(calls, after.get(key, []), one, replaced_N) <= 1]
-        if not fits:
-            if all(requires_grad for *_, requires_grad in calls):
-                lost.append(key)
-        elif fits[0] != Layout():
+        candidates = _candidates(calls[0][0], len(exchanges[0][1]))
+        fits = [
+            one for one in candidates if all(_fits(calls, after.get(key, []), one, some) for after, some in exchanges)
+        ]
+        if fits:
             found[key] = fits[0]
+        elif candidates and all(requires_grad for *_, requires_grad in calls):  # else other checks say so, and better
+            lost.append(key)
     return found, lost
+
+
+def _fits(before: _Sums, after: _Sums, layout: Layout, replaced_N: Tensor) -> bool:
+    """Whether only rows of replaced examples change, and some do if these examples differ from those in their place."""
+    n = len(replaced_N)
+    if _misfit(before, after, layout, lambda rows, later: (later - rows)[~replaced_N], n) > 1:
+        return False
+    differ = _misfit(before, after, layout, lambda rows, later: (rows.roll(1, 0) - rows)[replaced_N], n) > 1
+    return not differ or _misfit(before, after, None, _same) > 1
+
+
+def _find_moved(
+    outputs: Callable[..., _Seen], inputs: Inputs, num_examples: int, keys: list[_Key]
+) -> dict[_Key, Layout]:
+    """Layouts of outputs that depend on all examples alike (statistics over the batch): in evaluation mode rows move with the examples."""
+
+    def moved(rows: Tensor, rows_after: Tensor) -> Tensor:
+        return rows_after - rows.roll(1, 0)
+
+    before = outputs(_copied(inputs), training=False)
+    everyone = torch.ones(num_examples, dtype=torch.bool)
+    after = outputs(_exchanged(inputs, everyone), training=False)
+    found: dict[_Key, Layout] = {}
+    for key in keys:
+        calls = before.get(key, [])
+        for layout in _candidates(calls[0][0], num_examples) if calls else []:
+            if _misfit(calls, after.get(key, []), layout, moved, num_examples) <= 1:
+                found.setdefault(key, layout)
+    return found
 
 
 def _candidates(shape: torch.Size, num_examples: int) -> list[Layout]:
@@ -121,8 +170,23 @@ def _candidates(shape: torch.Size, num_examples: int) -> list[Layout]:
     return found
 
 
-def _changes(before: _Sums, after: _Sums, layout: Layout | None = None, replaced_N: Tensor | None = None) -> float:
-    """How far rows have changed that belong to no replaced example; up to 1 is rounding. Without a layout all rows count."""
+def _same(rows: Tensor, rows_after: Tensor) -> Tensor:
+    return rows_after - rows
+
+
+def _misfit(
+    before: _Sums,
+    after: _Sums,
+    layout: Layout | None,
+    difference: Callable[[Tensor, Tensor], Tensor],
+    num_examples: int = 1,
+) -> float:
+    """How far the calls after are from those expected; up to 1 is rounding.
+
+    Args:
+        layout: Where the examples are in the rows; None if each row counts by itself.
+        difference: From the rows by example before and after, [N, rows of each, 2], to what should be zero.
+    """
     if len(before) != len(after):
         return float("inf")
     worst = 0.0
@@ -131,20 +195,19 @@ def _changes(before: _Sums, after: _Sums, layout: Layout | None = None, replaced
         rows, rows_after = sums.get(axis), sums_after.get(axis)
         if shape != shape_after or rows is None or rows_after is None:
             return 0.0 if rows is None and shape == shape_after else float("inf")
-        kept = slice(None) if layout is None else ~_rows_of(layout, len(rows), replaced_N)
+        far = difference(_by_example(layout, rows, num_examples), _by_example(layout, rows_after, num_examples)).abs()
         spread = float((rows - rows.mean(dim=0)).abs().max()) if len(rows) else 0.0
-        changed = (rows_after - rows)[kept].abs()
-        worst = max(worst, float(changed.max()) / (1e-3 * spread + rounding) if changed.numel() else 0.0)
+        worst = max(worst, float(far.max()) / (1e-3 * spread + rounding) if far.numel() else 0.0)
     return worst
 
 
-def _rows_of(layout: Layout, num_rows: int, examples_N: Tensor | None) -> Tensor:
-    """The rows that belong to the given examples."""
-    assert examples_N is not None
-    if len(examples_N) == num_rows:
-        return examples_N
-    fold = num_rows // len(examples_N)
-    return examples_N.repeat(fold) if layout.positions_first else examples_N.repeat_interleave(fold)
+def _by_example(layout: Layout | None, rows: Tensor, num_examples: int) -> Tensor:
+    """[N, rows of each, 2]."""
+    if layout is None or not len(rows) or len(rows) % num_examples:
+        return rows
+    if layout.positions_first:
+        return rows.view(-1, num_examples, 2).transpose(0, 1)
+    return rows.view(num_examples, -1, 2)
 
 
 # ---------------------------------------------------------------- passes
@@ -163,10 +226,10 @@ def _nothing_outside_moves(model: nn.Module) -> Iterator[None]:
         np.random.set_state(numpy_state)  # noqa: NPY002
 
 
-def _seed() -> None:
-    torch.manual_seed(0)
-    random.seed(0)
-    np.random.seed(0)  # noqa: NPY002
+def _set_seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002
 
 
 def _copied(inputs: Inputs) -> Inputs:
@@ -190,7 +253,7 @@ def _exchanged(inputs: Inputs, replaced_N: Tensor, squares: bool = True) -> Inpu
     return args, kwargs
 
 
-def _sample(model: nn.Module) -> nn.Module:
+def _sample(model: nn.Module, training: bool) -> nn.Module:
     """A twin with the model's own parameters, but for those that are zero: a layer that starts at zero would show nothing."""
     generator = torch.Generator().manual_seed(0)
     parameters = {}
@@ -199,16 +262,15 @@ def _sample(model: nn.Module) -> nn.Module:
         if value.is_floating_point() and not bool(value.any()):
             value = (0.02 * torch.randn(value.shape, generator=generator)).to(value)
         parameters[name] = value.requires_grad_(parameter.requires_grad)
-    twin = make_twin(model, parameters)
+    twin = make_twin(model, parameters, copy_tensors=True)
     for module in twin.modules():
-        if isinstance(module, _BatchNorm):
-            module.training = False
+        module.training = module.training and training and not isinstance(module, _BatchNorm)
     return twin
 
 
-def _outputs(model: nn.Module, plan: Plan, inputs: Inputs) -> _Seen:
+def _outputs(model: nn.Module, plan: Plan, inputs: Inputs, seed: int = 0, training: bool = True) -> _Seen:
     """The outputs of every recorded module and operation of a twin of the model."""
-    twin = _sample(model)
+    twin = _sample(model, training)
     sites = tuple(replace(site, module=twin.get_submodule(site.name)) for site in plan.sites)
     seen: _Seen = {}
     watch = Watch(
@@ -216,7 +278,7 @@ def _outputs(model: nn.Module, plan: Plan, inputs: Inputs) -> _Seen:
     )
     for site in sites:
         site.module.register_forward_hook(_keep(seen, site.name, watch), prepend=True)
-    _seed()
+    _set_seed(seed)
     try:
         # With hooks of its own for what autograd saves: the model may run in a checkpoint, which counts that.
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_nothing, _nothing):
@@ -231,7 +293,7 @@ def _outputs(model: nn.Module, plan: Plan, inputs: Inputs) -> _Seen:
     return seen
 
 
-def _outputs_in_place(model: nn.Module, plan: Plan, inputs: Inputs) -> _Seen:
+def _outputs_in_place(model: nn.Module, plan: Plan, inputs: Inputs, seed: int = 0, training: bool = True) -> _Seen:
     """The outputs of every recorded module of the model itself, in evaluation mode, without gradients."""
     seen: _Seen = {}
     modes = [(module, module.training) for module in model.modules()]
@@ -240,7 +302,7 @@ def _outputs_in_place(model: nn.Module, plan: Plan, inputs: Inputs) -> _Seen:
         for site in plan.sites
         if site.trainable()
     ]
-    _seed()
+    _set_seed(seed)
     try:
         for module, _ in modes:
             module.training = False

@@ -305,7 +305,8 @@ class AfterForward(_LayerHook):
         self, recorder: "Recorder", module: nn.Module, inputs: Any, output: Tensor, trainable: dict[str, str]
     ) -> LayerCall:
         tape, rule = recorder.tape, self.site.rule
-        assert tape is not None and rule is not None
+        assert tape is not None
+        assert rule is not None
         args, kwargs = inputs
         if tape.first_parameters is not None and not any([t.grad_fn is not None for t in tensors_in(inputs)]):
             tape.first_parameters += [p for p in module.parameters() if p.requires_grad]

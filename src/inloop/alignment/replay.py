@@ -68,7 +68,7 @@ class ModelCall(RunAgain):
     def align(self, direction: Mapping[str, Tensor | None], magnitudes: bool = False) -> Tensor:
         """The sum of the contributions of all layers' calls."""
         self.refuse_overwritten()
-        named = {name: value for name, value in self.layer.named_parameters(remove_duplicate=False)}
+        named = dict(self.layer.named_parameters(remove_duplicate=False))
         along: dict[str, Tensor] = {}
         for name in self.parameter_names:
             value = direction.get(name)

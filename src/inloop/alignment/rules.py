@@ -33,6 +33,7 @@ def affine_in_parameters(call: LayerCall, direction: Mapping[str, Tensor]) -> Te
     return call.dot(call.run(direction) - call.run(zero))
 
 
+MOST = 0.75  # times the memory of x and dout up to which gradients are worth the time to form them
 PRECISE = (torch.float32, torch.float64)
 Wanted = tuple[bool, bool, bool]  # of the gradients of x, weight and bias
 Backward = Callable[[nn.Module, Tensor, Tensor, Tensor, Wanted], tuple[Tensor | None, Tensor | None, Tensor | None]]
@@ -53,8 +54,8 @@ class PerExample:
         shares_dout: Whether another call is likely to hold the same dout, so that releasing it frees nothing.
         backward: ``(layer, x, weight, dout, wanted)``, the layer's own backward pass. With it the layer's node in the graph can
             form these gradients itself and add them up to the batch's (``hooks.py``); None if that is not worth it.
-        most: Times the memory of x and dout up to which gradients are kept instead.
-        most_if_fused: The same if they cost no time, since the backward pass forms them anyway.
+        most_if_fused: Times the memory of x and dout up to which gradients are kept instead, if they cost no time, since the backward pass
+            forms them anyway.
     """
 
     weight: Callable[[LayerCall], Tensor]
@@ -62,7 +63,6 @@ class PerExample:
     when: Callable[[LayerCall], bool] = lambda call: True
     shares_dout: Callable[[LayerCall], bool] = lambda call: False
     backward: Backward | None = None
-    most: float = 0.75
     most_if_fused: float = 0.75
 
     def is_worthwhile(self, call: LayerCall, fused: bool) -> bool:
@@ -79,7 +79,7 @@ class PerExample:
             [p.numel() for name, p in call.layer._parameters.items() if name in call.parameter_names and p is not None]
         )
         freed = call.args[0].numel() + (0 if self.shares_dout(call) else call.dout.numel())
-        most = self.most_if_fused if fused else self.most
+        most = self.most_if_fused if fused else MOST
         return len(call.dout) * size <= most * freed and self.when(call)
 
     @torch.no_grad()

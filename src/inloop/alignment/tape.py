@@ -326,12 +326,12 @@ def batch_sizes(calls: Sequence[Kept]) -> dict[int, int]:
         if sizes.setdefault(call.batch, call.num_recorded) != call.num_recorded:
             known = next(other for other in calls if other.batch == call.batch)
             raise BatchSizeError(_disagreement(call, known))
-        if isinstance(call, LayerCall) and (length := call.consecutive_ids):
-            if any(other.num_positions == length for other in calls):
-                raise BatchSizeError(
-                    f"Layer '{call.name}' (Embedding) was given {call.num_examples} consecutive positions, as many as there are "
-                    f"examples, and its output looks shared by all of them. {_SHARED}"
-                )
+        length = call.consecutive_ids if isinstance(call, LayerCall) else 0
+        if length and any(other.num_positions == length for other in calls):
+            raise BatchSizeError(
+                f"Layer '{call.name}' (Embedding) was given {call.num_examples} consecutive positions, as many as there are "
+                f"examples, and its output looks shared by all of them. {_SHARED}"
+            )
     return sizes if len(sizes) < 2 else dict(sorted(sizes.items()))
 
 

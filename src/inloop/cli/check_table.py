@@ -4,8 +4,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from inloop.checking import Check
 from inloop.brute_force import Row
+from inloop.checking import Check
 
 
 def print_check(check: Check, console: Console) -> None:

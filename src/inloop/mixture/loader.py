@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from inloop.step import Draw
 from inloop.errors import UsageError
 from inloop.mixture.mixture import Mixture
 from inloop.mixture.sources import Key, StreamSource
 from inloop.policies import Actions, Discrete, Product
 from inloop.randomness import default_generator
+from inloop.step import Draw
 
 if TYPE_CHECKING:
     from inloop.learner import InLoop

@@ -146,7 +146,7 @@ class Mixture:
         num_named = int(self.drawn_K.nonzero().max()) + 1
         if num_named < len(self.sources):
             log.warning(
-                "of the first %d examples none came from source %s; there are %d sources, and the policy seems to choose among %d. Fix: "
+                "inloop: of the first %d examples none came from source %s; there are %d sources, and the policy seems to choose among %d. Fix: "
                 "MixturePolicy(num_sources=%d), unless the shares of these sources are meant to be zero",
                 int(self.drawn_K.sum()),
                 ", ".join(self.names[num_named:]),

@@ -5,7 +5,6 @@ from inloop.policies.actions import concatenate as concatenate
 from inloop.policies.actions import count_actions as count_actions
 from inloop.policies.actions import map_actions as map_actions
 from inloop.policies.actions import part_of as part_of
-from inloop.policies.actions import same_actions as same_actions
 from inloop.policies.discrete import Bernoulli as Bernoulli
 from inloop.policies.discrete import Categorical as Categorical
 from inloop.policies.discrete import Discrete as Discrete

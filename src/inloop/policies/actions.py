@@ -31,15 +31,6 @@ def count_actions(actions: Actions) -> int:
     return next(iter(counts.values()))
 
 
-def same_actions(first: Actions, second: Actions) -> bool:
-    """Whether two are equal, wherever their tensors are."""
-    if isinstance(first, Tensor) and isinstance(second, Tensor):
-        return first is second or (first.shape == second.shape and torch.equal(first.cpu(), second.cpu()))
-    if isinstance(first, Mapping) and isinstance(second, Mapping):
-        return first.keys() == second.keys() and all(same_actions(first[name], second[name]) for name in first)
-    return False
-
-
 def concatenate(parts: Sequence[Actions]) -> Actions:
     """Join the actions of several micro-batches, in order."""
     first = parts[0]

@@ -46,7 +46,7 @@ class Exp3(Update):
         source_N = joined_actions(draws)
         drawn_with = [shares_in(draw.policy, self).probabilities() for draw in draws]
         counts = [sum(draw.rewarded_counts) for draw in draws]
-        rows = torch.repeat_interleave(torch.arange(len(draws)), torch.tensor(counts))
+        rows = torch.arange(len(draws)).repeat_interleave(torch.tensor(counts))
         probability_N = torch.stack(drawn_with)[rows, source_N.cpu()]
         weighted_N = rewards_N.detach().to("cpu", torch.float64) / (len(rewards_N) * probability_N)
         k = self._shares.num_choices

@@ -35,6 +35,10 @@ class Update(ABC):
         self._is_attached = True
         self.policy = policy
 
+    def detach(self) -> None:
+        """The learner is closed; another may attach it, which begins anew or loads a state."""
+        self._is_attached = False
+
     @abstractmethod
     def add(self, draws: Sequence[Draw], rewards_N: Tensor) -> bool:
         """Take in the rewards of one step; returns whether the policy was changed.

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from inloop import Recording, Reinforce
+from inloop.alignment.plan import LayerFilter
 from inloop.augment import (
     AugmentPolicy,
     AutoAugment,
@@ -71,16 +73,19 @@ class AugmentExperiment:
     def _make_learner(self) -> InLoop:
         settings = self.settings
         policy = AugmentPolicy(self.space)
+        only_linear: LayerFilter = lambda name, module: isinstance(module, nn.Linear)  # noqa: E731
         return InLoop(
             self.model,
             policy,
             interleave=settings.interleave,
-            accumulate=settings.accumulate,
-            normalisation=settings.normalisation,
-            policy_optimizer=torch.optim.Adam(policy.parameters(), lr=settings.policy_learning_rate),
             reference=self.held_out_loss if settings.reference == "heldout" else "next",
-            start_after=settings.start * self.steps_per_epoch,
-            layers=(lambda name, module: isinstance(module, nn.Linear)) if settings.layers == "linear" else None,
+            update=Reinforce(
+                torch.optim.Adam(policy.parameters(), lr=settings.policy_learning_rate),
+                accumulate=settings.accumulate,
+                normalisation=settings.normalisation,
+                start_after=settings.start * self.steps_per_epoch // (2 if settings.interleave else 1),
+            ),
+            record=Recording(layers=only_linear if settings.layers == "linear" else None),
             generator=self.choices,
         )
 

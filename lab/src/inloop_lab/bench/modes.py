@@ -13,6 +13,7 @@ from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from inloop.alignment import Recording
 from inloop.learner import InLoop
 from inloop.metagradient import MetaGradient
 from inloop.policies import MixturePolicy
@@ -60,11 +61,11 @@ def a_quarter(task: Task) -> Step:
 
 
 def half(task: Task) -> Step:
-    return gradient_alignment(task, retain="half")
+    return gradient_alignment(task, record=Recording(retain="half"))
 
 
 def recompute(task: Task) -> Step:
-    return gradient_alignment(task, retain="recompute")
+    return gradient_alignment(task, record=Recording(retain="recompute"))
 
 
 class _ExampleWeights(nn.Module):

@@ -11,10 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from inloop.alignment import Recording
 from inloop.alignment.plan import LayerFilter
 from inloop.learner import InLoop
 from inloop.mixture import Mixture
-from inloop.policies import Discrete, FixedMixture, LossMixture, MixturePolicy, OnlineDataMixing
+from inloop.policies import Discrete, MixturePolicy, Shares
+from inloop.updates import Exp3, FollowLosses, Reinforce, Update
 from inloop.verdict import RewardStatistics
 from inloop_lab.data.images import ImageData, to_input
 from inloop_lab.networks.small import make_network
@@ -55,8 +57,8 @@ class SplitExperiment:
             if settings.reward in ("gar", "nslr")
             else "loss",  # baselines follow the loss, if anything
             reference=self.held_out_loss if settings.reference == "heldout" else settings.reference,
-            accumulate=settings.accumulate,
-            layers=only_linear if settings.layers == "linear" else None,
+            update=make_update(settings),
+            record=Recording(layers=only_linear if settings.layers == "linear" else None),
             callback=self.statistics,
         )
 
@@ -127,7 +129,7 @@ class SplitExperiment:
             "optimizer": self.optimizer.state_dict(),
             "mixture": self.mixture.state_dict(),
             # With its tape: so a run does not depend on how often it is saved.
-            "learner": self.learner.state_dict(pending=True),
+            "learner": self.learner.state_dict(),
             "statistics": self.statistics.state_dict(),
             "torch": torch.get_rng_state(),
         }
@@ -152,15 +154,18 @@ def hold_out(data: ImageData, batch: int) -> tuple[tuple[Tensor, Tensor], ImageD
 
 def make_policy(settings: SplitSettings) -> Discrete:
     """The distribution to learn, or the baseline that is asked for."""
-    if settings.reward == "none":
-        return FixedMixture.uniform(settings.sources)
     if settings.reward == "oracle":
-        return FixedMixture([0.0 if k == NOISY_SPLIT else 1.0 for k in range(settings.sources)])
-    if settings.reward == "loss":
-        return LossMixture(settings.sources)
-    if settings.reward == "exp3":
-        return OnlineDataMixing(settings.sources)
-    return MixturePolicy(settings.sources)
+        return Shares([0.0 if k == NOISY_SPLIT else 1.0 for k in range(settings.sources)])
+    if settings.reward in ("gar", "nslr"):
+        return MixturePolicy(settings.sources)
+    return Shares.uniform(settings.sources)
+
+
+def make_update(settings: SplitSettings) -> Update | None:
+    """How that distribution learns; None if it stays as it is."""
+    if settings.reward in ("gar", "nslr"):
+        return Reinforce(accumulate=settings.accumulate)
+    return {"loss": FollowLosses, "exp3": Exp3}[settings.reward]() if settings.reward in ("loss", "exp3") else None
 
 
 def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:

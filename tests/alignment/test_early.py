@@ -1,4 +1,4 @@
-"""A step is paid while the next gradient is being formed, so that its tape need not wait until the end of it."""
+"""A step is aligned while the next gradient is being formed, so that its tape need not wait until the end of it."""
 
 import copy
 import logging
@@ -10,9 +10,11 @@ from torch import nn
 
 import inloop
 from inloop.alignment import capture, gradients_of
-from inloop.alignment.capture import make_recorder
+from inloop.alignment.capture import Recording, make_recorder
+from inloop.alignment.early import EarlyAlignment
 from inloop.errors import UsageError
-from inloop.pending import Pending
+from inloop.rewards import GradientAlignment
+from tests.learners import make_learner
 
 
 def make_model(seed=0):
@@ -32,7 +34,7 @@ class Loop:
 
     def __init__(self, change=lambda loop: None, passes=1, **options):
         self.model = make_model()
-        self.learner = inloop.InLoop(self.model, inloop.MixturePolicy(2), accumulate=1, **options)
+        self.learner = make_learner(self.model, inloop.MixturePolicy(2), accumulate=1, **options)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.change, self.passes, self.reports = change, passes, []
 
@@ -59,24 +61,24 @@ class Loop:
 
 
 def rewards(loop):
-    return [report.reward_mean for report in loop.reports if report.paid]
+    return [report.reward_mean for report in loop.reports if report.rewarded]
 
 
 def late(monkeypatch, **options):
-    """The same run, in which a step is paid only when learner.step is called."""
+    """The same run, in which a step is aligned only when learner.step is called."""
     with monkeypatch.context() as patch:
-        patch.setattr(Pending, "align_early", lambda self: None)
+        patch.setattr(EarlyAlignment, "begin", lambda self, waiting: None)
         return Loop(**options).train(6)
 
 
 @pytest.mark.parametrize("retain", ["exact", "half", "recompute"])
-def test_early_and_late_payment_are_the_same(retain, monkeypatch):
+def test_early_and_late_alignment_are_the_same(retain, monkeypatch):
     early = Loop(retain=retain).train(6)
     assert len(rewards(early)) == 5
     assert rewards(early) == pytest.approx(rewards(late(monkeypatch, retain=retain)), rel=1e-12)
 
 
-def test_interleaved_steps_are_paid_early_too(monkeypatch):
+def test_interleaved_steps_are_aligned_early_too(monkeypatch):
     early = Loop(interleave=True).train(6)
     assert len(rewards(early)) == 3
     assert rewards(early) == pytest.approx(rewards(late(monkeypatch, interleave=True)), rel=1e-12)
@@ -84,7 +86,7 @@ def test_interleaved_steps_are_paid_early_too(monkeypatch):
 
 def test_the_tape_shrinks_during_the_backward_pass():
     loop = Loop().train(3)
-    tape, sizes = loop.learner._pending.tape, []
+    tape, sizes = loop.learner.reference.waiting.tape, []
     for parameter in loop.model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda _: sizes.append(len(tape.calls)))
     loop.learner.sample(6)
@@ -94,12 +96,12 @@ def test_the_tape_shrinks_during_the_backward_pass():
     assert sizes[-1] == 0
 
 
-def test_inputs_are_let_go_of_once_their_layer_is_done():
+def test_inputs_are_released_once_their_layer_is_done():
     """In half precision the tape has copies; the originals go with the graph."""
     loop = Loop(retain="half").train(3)
     loop.learner.sample(6)
     loop.backward(*batch())
-    assert all(waiting.call is None for waiting in loop.learner._recording.tape._waiting)
+    assert all(waiting.call is None for waiting in loop.learner._recorder.tape._waiting)
 
 
 @pytest.mark.parametrize(
@@ -117,16 +119,16 @@ def test_gradients_that_change_after_the_backward_pass_are_noticed(change, caplo
     loop.change = change
     with caplog.at_level(logging.WARNING):
         loop.step()
-    assert not loop.reports[-1].paid
+    assert not loop.reports[-1].rewarded
     assert "the gradients changed after the step's first backward pass" in loop.reports[-1].dropped
     assert caplog.text.count("from now on they are kept until learner.step") == 1
     loop.step()
     assert loop.reports[-1].dropped is None
 
 
-def test_several_passes_from_the_start_cost_no_payment(monkeypatch):
+def test_several_passes_from_the_start_cost_no_rewards(monkeypatch):
     twice = Loop(passes=2).train(6)
-    assert [report.paid for report in twice.reports] == [False] + [True] * 5
+    assert [report.rewarded for report in twice.reports] == [False] + [True] * 5
     assert rewards(twice) == pytest.approx(rewards(late(monkeypatch, passes=2)), rel=1e-12)
 
 
@@ -134,10 +136,10 @@ def test_a_second_pass_through_the_same_graph_is_noticed():
     loop = Loop().train(3)
     loop.passes = 2
     loop.step()
-    assert not loop.reports[-1].paid
+    assert not loop.reports[-1].rewarded
     assert "kept until learner.step" in loop.reports[-1].dropped
     loop.train(3)
-    assert [report.paid for report in loop.reports[-3:]] == [False, True, True]
+    assert [report.rewarded for report in loop.reports[-3:]] == [False, True, True]
 
 
 def test_skipping_after_a_backward_pass_loses_the_step_before_and_no_more():
@@ -147,37 +149,45 @@ def test_skipping_after_a_backward_pass_loses_the_step_before_and_no_more():
     loop.optimizer.zero_grad()
     loop.learner.skip()
     loop.train(2)
-    assert [report.paid for report in loop.reports[-2:]] == [False, True]
+    assert [report.rewarded for report in loop.reports[-2:]] == [False, True]
 
 
-def test_passes_in_a_pause_pay_nothing():
+def test_passes_in_a_pause_align_nothing():
     loop = Loop().train(2)
     with loop.learner.paused():
         loop.backward(*batch())
         loop.optimizer.zero_grad()
     loop.step()
-    assert loop.reports[-1].paid
+    assert loop.reports[-1].rewarded
 
 
-def test_the_state_between_backward_and_step_has_no_half_paid_step():
+def test_the_state_between_backward_and_step_has_no_half_rewarded_step():
     loop = Loop().train(3)
     loop.learner.sample(6)
     loop.backward(*batch())
-    assert loop.learner.state_dict(pending=True)["pending"] is None
+    loop.learner.state_dict()
+    assert loop.learner.reference.waiting is None
+
+
+def early_for(tape):
+    early = EarlyAlignment(allowed=True)
+    early.state = "on"
+    early.begin(tape)
+    return early
 
 
 def test_a_parameter_without_gradient_counts_as_zero():
-    """A layer that the paying step does not use waits for a gradient that never comes."""
+    """A layer that the judging step does not use waits for a gradient that never comes."""
     model = nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(3, 2)}).double()
-    recorder = make_recorder(model)
+    recorder = make_recorder(model, Recording())
     x = torch.randn(4, 3).double()
     tape = recorder.start("sum")
     (model["a"](x) + model["b"](x)).square().sum().backward()
     recorder.stop()
     whole = copy.copy(tape)
-    whole.calls = list(tape.calls)
+    whole.calls, whole._sums, whole._aligned_with = list(tape.calls), {}, {}
     model.zero_grad()
-    recorder.early = tape.align_early()
+    recorder.early = early_for(tape)
     model["a"](x).square().sum().backward()
     assert len(tape.calls) == 1
     assert torch.allclose(tape.align(gradients_of(model)), whole.align(gradients_of(model)))
@@ -186,12 +196,12 @@ def test_a_parameter_without_gradient_counts_as_zero():
 
 def test_a_tape_that_was_begun_accepts_no_other_direction():
     model = nn.Linear(3, 2)
-    recorder = make_recorder(model)
+    recorder = make_recorder(model, Recording())
     tape = recorder.start("sum")
     model(torch.randn(4, 3)).sum().backward()
     recorder.stop()
     model.zero_grad()
-    recorder.early = tape.align_early()
+    recorder.early = early_for(tape)
     model(torch.randn(4, 3)).sum().backward()
     with pytest.raises(UsageError, match="aligned with other gradients already"):
         tape.align({"weight": torch.ones(2, 3), "bias": torch.ones(2)})
@@ -203,3 +213,15 @@ def test_a_recorder_leaves_no_hook_on_parameters():
     with capture(model):
         assert model.weight._post_accumulate_grad_hooks
     assert not model.weight._post_accumulate_grad_hooks
+
+
+class SignOfAlignment(GradientAlignment):
+    """Says nothing of aligning once."""
+
+    def __call__(self, step, judge):
+        return super().__call__(step, judge).sign()
+
+
+def test_a_reward_opts_in_by_itself():
+    assert Loop().train(3).learner._recorder.early.state == "on"
+    assert Loop(reward=SignOfAlignment()).train(3).learner._recorder.early.state == "off"
