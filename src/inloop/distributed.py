@@ -55,7 +55,7 @@ def gather_numbers(*numbers: float) -> Tensor:
 
 def gather_counts(count: int) -> tuple[int, ...]:
     """How many examples each process has."""
-    return tuple(int(number) for number in gather_numbers(float(count))[:, 0])
+    return tuple([int(number) for number in gather_numbers(float(count))[:, 0]]) if is_distributed() else (count,)
 
 
 def gather_rows(rows: Tensor, counts: Sequence[int]) -> Tensor:

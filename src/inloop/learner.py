@@ -235,9 +235,10 @@ class InLoop:
         )
         # A judge that is not drawn from the mixture does not agree with itself: a source that it gives everything to may deserve it.
         may_collapse = self.reference.is_training_data and not isinstance(self.update, Watch)
-        if may_collapse and report.collapsing and not self._was_collapsing:
+        collapsing = may_collapse and report.collapsing
+        if collapsing and not self._was_collapsing:
             log.warning("inloop: step %d: %s", self.num_steps, describe_collapse(report.shares))
-        self._was_collapsing = may_collapse and report.collapsing
+        self._was_collapsing = collapsing
         return report
 
     def _finish_recording(self, draws: list[Draw], gradients: Direction, norm: float) -> Tape | None:
@@ -245,6 +246,7 @@ class InLoop:
         refuse_changed_model(self._recorder.plan, gradients)
         plain = all([draw.plain for draw in draws])
         tape = None if plain else self._recorder.tape
+        self._recorder.close()
         refuse_missing_gradients(tape, gradients, norm)
         if self.reward.needs_tape and not plain:
             refuse_missing_tape(tape)
@@ -258,7 +260,6 @@ class InLoop:
                 "the model's parameters changed between the backward pass and learner.step, so the held-out loss is not that of the step it judges. "
                 "Fix: call learner.step(loss) before optimizer.step()"
             )
-        self._recorder.close()
         return tape
 
     # ---------------------------------------------------------------- batches that are chosen ahead, or given up

@@ -38,6 +38,7 @@ class StepRecorder:
         self.optimizer_stepped = False
         self.early = EarlyAlignment(may_align_early)
         self._model, self._needs_tape = model, needs_tape
+        self._is_sharded = any(map(is_sharded, model.parameters()))
         self._recorder = make_recorder(model, record)
         self._recorder.early = self.early
         self._seen: Counter[Structure] = Counter()  # kinds of steps that were verified
@@ -60,7 +61,7 @@ class StepRecorder:
 
     def open(self, waiting: Tape | None) -> None:
         """A step begins. Its gradient will reward the step that ``waiting`` has recorded, if any."""
-        if self.early.state != "off" and (is_distributed() or any(map(is_sharded, self._model.parameters()))):
+        if self._is_sharded or is_distributed():
             self.early.turn_off()  # gradients are averaged after they have arrived
         self.is_open, self.optimizer_stepped = True, False
         self.early.begin(waiting)

@@ -63,9 +63,13 @@ def warn_once(text: str) -> None:
 
 def gradient_norm(gradients: Direction) -> float:
     """‖g‖ over all parameters: one pass that shows gradients that are gone (zero) or broken (not finite)."""
-    present = [_values(gradient) for gradient in gradients.values() if gradient is not None]
-    groups = [g for g in present if is_sharded(g)], [g for g in present if not is_sharded(g)]
-    return math.hypot(*(float(whole(get_total_norm(group))) for group in groups if group))
+    plain: list[Tensor] = []
+    sharded: list[Tensor] = []
+    for gradient in gradients.values():
+        if gradient is not None:
+            values = _values(gradient) if gradient.is_sparse else gradient
+            (sharded if type(values) is not Tensor and is_sharded(values) else plain).append(values)
+    return math.hypot(*[float(whole(get_total_norm(group))) for group in (plain, sharded) if group])
 
 
 def is_cleared(gradients: Direction) -> bool:

@@ -57,7 +57,7 @@ class StepReport:
 
 def effective_number(probabilities: Sequence[float]) -> float:
     """``exp`` of the entropy: K for K equal shares, 1 for a single one that has all."""
-    return math.exp(-sum(p * math.log(p) for p in probabilities if p > 0))
+    return math.exp(-sum([p * math.log(p) for p in probabilities if p > 0]))
 
 
 def is_collapsing(probabilities: Sequence[float]) -> bool:

@@ -1,30 +1,15 @@
 """BatchNorm in training couples examples: the engine decomposes the gradient by path, and the sum still holds."""
 
+from tests.alignment.exactness import BATCHNORM_NETS, N
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-
 from inloop import capture
 from inloop.alignment.oracles import align_by_loss, align_by_path
 from inloop.errors import DirectionError, UsageError
 from tests.alignment.exactness import random_direction, relative_error
 
-N = 8
-
-
-def fc_bn():
-    return nn.Sequential(nn.Linear(6, 10), nn.BatchNorm1d(10), nn.ReLU(inplace=True), nn.Linear(10, 3)).double()
-
-
-def cnn_bn():
-    return nn.Sequential(
-        *(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, stride=2)),
-        *(nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3)),
-    ).double()
-
-
-NETS = {"fc": (fc_bn, (6,)), "cnn": (cnn_bn, (1, 6, 6))}
 
 
 @pytest.fixture(params=NETS)
@@ -65,24 +50,6 @@ def test_contributions_add_up_to_the_product_of_two_steps_gradients(problem, bat
     torch.testing.assert_close(tape.contributions(g_next).sum(), product, rtol=1e-12, atol=1e-15)
 
 
-def test_the_two_decompositions_differ_but_have_one_sum(problem):
-    model, x, y = problem
-    direction = random_direction(model)
-    by_path = align_by_path(model, lambda m: F.cross_entropy(m(x), y), direction)
-    by_loss = align_by_loss(model, F.cross_entropy(model(x), y, reduction="none"), direction)
-    torch.testing.assert_close(by_path.sum(), by_loss.sum())
-    assert relative_error(by_path, by_loss) > 0.01
-
-
-def test_without_coupling_the_two_oracles_agree(problem):
-    model, x, y = problem
-    model.eval()
-    direction = random_direction(model)
-    by_path = align_by_path(model, lambda m: F.cross_entropy(m(x), y, reduction="sum"), direction, reduction="sum")
-    by_loss = align_by_loss(model, F.cross_entropy(model(x), y, reduction="none"), direction)
-    assert relative_error(by_path, by_loss) < 1e-12
-
-
 def test_batchnorms_own_parameters_are_not_needed_in_the_direction_by_default(problem):
     model, x, y = problem
     direction = random_direction(model)
@@ -90,24 +57,3 @@ def test_batchnorms_own_parameters_are_not_needed_in_the_direction_by_default(pr
         F.cross_entropy(model(x), y).backward()
     without = {name: value for name, value in direction.items() if counted(model, direction, False)[name] is not None}
     assert torch.equal(tape.align(without), tape.align(direction))
-
-
-def test_the_path_oracle_leaves_the_model_alone(problem):
-    model, x, y = problem
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    align_by_path(model, lambda m: F.cross_entropy(m(x), y), random_direction(model))
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert not any("forward" in module.__dict__ for module in model.modules())
-
-
-def test_the_path_oracle_refuses_what_it_cannot_take_apart():
-    model = nn.utils.parametrizations.weight_norm(nn.Linear(6, 3).double())
-    with pytest.raises(UsageError, match="align_by_path cannot take 'parametrizations.weight'|cannot take ''"):
-        align_by_path(model, lambda m: m(torch.randn(4, 6, dtype=torch.float64)).sum(), random_direction(model))
-
-
-def test_the_oracles_refuse_a_name_that_does_not_exist():
-    model = nn.Linear(6, 3).double()
-    losses_N = model(torch.randn(4, 6, dtype=torch.float64)).sum(dim=1)
-    with pytest.raises(DirectionError, match="'wieght', which is no parameter"):
-        align_by_loss(model, losses_N, {"wieght": torch.zeros(3, 6)})

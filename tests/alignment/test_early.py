@@ -2,12 +2,10 @@
 
 import copy
 import logging
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-
 import inloop
 from inloop.alignment import capture, gradients_of
 from inloop.alignment.capture import Recording, make_recorder
@@ -15,6 +13,7 @@ from inloop.alignment.early import EarlyAlignment
 from inloop.errors import UsageError
 from inloop.rewards import GradientAlignment
 from tests.learners import make_learner
+
 
 
 def make_model(seed=0):
@@ -206,13 +205,6 @@ def test_a_tape_that_was_begun_accepts_no_other_direction():
     with pytest.raises(UsageError, match="aligned with other gradients already"):
         tape.align({"weight": torch.ones(2, 3), "bias": torch.ones(2)})
     recorder.remove()
-
-
-def test_a_recorder_leaves_no_hook_on_parameters():
-    model = nn.Linear(3, 2)
-    with capture(model):
-        assert model.weight._post_accumulate_grad_hooks
-    assert not model.weight._post_accumulate_grad_hooks
 
 
 class SignOfAlignment(GradientAlignment):

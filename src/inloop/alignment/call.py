@@ -6,9 +6,8 @@ running statistics, and with sharded layers silently computes with the real weig
 Axes: N examples; ``...`` whatever else the output has.
 """
 
-import operator
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,7 +21,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils._pytree import tree_map_only
 
-from inloop.alignment.kept import Half, Kept, leaves_of, tensors_in, versions_of
+from inloop.alignment.kept import Half, Kept, full, leaves_of, tensors_in, versions_of
 from inloop.errors import OverwrittenTensorError
 
 if TYPE_CHECKING:
@@ -182,20 +181,14 @@ class LayerCall(Recorded):
 
     @property
     def consecutive_ids(self) -> int:
-        """How many, if the call is a lookup of consecutive rows, [L] and not [N, L]: what positions look like."""
-        if not isinstance(self.layer, nn.Embedding) or not self.args:
+        """How many, if a call of an embedding looks up consecutive rows, [L] and not [N, L]: what positions look like."""
+        if not self.args:
             return 0
         ids = self.args[0]
         return len(ids) if ids.dim() == 1 and len(ids) > 1 and bool((ids.diff() == 1).all()) else 0
 
     def map(self, pack: Callable[[Tensor], Any]) -> "LayerCall":
         return self._with(tree_map_only(Tensor, pack, (self.args, self.kwargs, self.dout)))
-
-    def unpacked(self) -> "LayerCall":
-        """The call with all tensors in their own precision."""
-        if not any([isinstance(leaf, Half) for leaf in leaves_of((self.args, self.kwargs, self.dout))]):
-            return self
-        return self._with(tree_map_only(Half, Half.full, (self.args, self.kwargs, self.dout)))
 
     def _with(self, tensors: tuple[Any, Any, Any]) -> "LayerCall":
         args, kwargs, dout = tensors
@@ -218,9 +211,11 @@ class LayerCall(Recorded):
         complete: dict[str, Tensor] = {}
         for name, parameter in self.layer._parameters.items():
             if parameter is not None:
-                given = direction.get(name)
-                zero = given is None
-                complete[name] = torch.zeros_like(parameter, device=self.device) if zero else given.to(parameter.dtype)  # type: ignore[union-attr]
+                along = direction.get(name)
+                if along is None:
+                    complete[name] = torch.zeros_like(parameter, device=self.dout.device)
+                else:
+                    complete[name] = along.to(parameter.dtype)
         with torch.no_grad():
             if self.autocast.enabled and self.autocast.dtype == torch.float16:
                 rows = call._align_scaled(complete)
@@ -231,30 +226,31 @@ class LayerCall(Recorded):
             return rows.new_zeros(self.num_examples).index_add_(0, self.example_of_row, rows)
 
     def _align_rows(self, direction: Mapping[str, Tensor]) -> Tensor:
-        aligned = [self.rule.align(part.unpacked(), direction) for part in self.parts()]
-        return aligned[0] if len(aligned) == 1 else torch.cat(aligned)
+        """By the rule. If the call is large and can be divided, a few examples at a time.
+
+        A small result is overwritten in the processor's cache by the next, where a large one is fetched as fresh memory: on a
+        CPU this is faster (a 3 x 3 convolution of 64 channels on 64 images of 32 x 32: by a third), and it needs less memory.
+        """
+        tensors = (self.args, self.kwargs, self.dout)
+        leaves = [leaf for leaf in leaves_of(tensors) if isinstance(leaf, Tensor | Half)]
+        size = max([leaf.nbytes for leaf in leaves])
+        if size > 2 * _PART_BYTES and self.rule.separable and not self.batch_axis and self.dout.device.type == "cpu":
+            some = max(1, len(self.dout) * _PART_BYTES // size)
+            starts = range(0, len(self.dout), some)
+            return torch.cat([self.rule.align(self._rows(slice(n, n + some)), direction) for n in starts])
+        if all([isinstance(leaf, Tensor) for leaf in leaves]):
+            return self.rule.align(self, direction)
+        return self.rule.align(self._with(tree_map_only(Half, Half.full, tensors)), direction)
+
+    def _rows(self, rows: slice) -> "LayerCall":
+        """The call of a few examples, unpacked."""
+        tensors = (self.args, self.kwargs, self.dout)
+        return self._with(tree_map_only((Tensor, Half), lambda tensor: full(tensor[rows]), tensors))
 
     def _align_scaled(self, direction: Mapping[str, Tensor]) -> Tensor:
         """The same for a direction of any size: float16 would lose the small and overflow on the large."""
         scale = max((float(value.abs().max()) for value in direction.values() if value.numel()), default=0.0) or 1.0
         return scale * self._align_rows({name: value / scale for name, value in direction.items()})
-
-    def parts(self) -> "Iterator[LayerCall]":
-        """The call itself or, if it is large and can be divided, calls of a few examples each.
-
-        A small result is overwritten in the processor's cache by the next, where a large one is fetched as fresh memory: on a
-        CPU this is faster (a 3 x 3 convolution of 64 channels on 64 images of 32 x 32: by a third), and it needs less memory.
-        """
-        leaves = leaves_of((self.args, self.kwargs, self.dout))
-        size = max([leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor | Half)])
-        if size <= 2 * _PART_BYTES or not self.rule.separable or self.batch_axis or self.device.type != "cpu":
-            yield self
-            return
-        rows = len(self.dout)
-        some = max(1, rows * _PART_BYTES // size)
-        for start in range(0, rows, some):
-            few = operator.itemgetter(slice(start, start + some))
-            yield self._with(tree_map_only((Tensor, Half), few, (self.args, self.kwargs, self.dout)))
 
     def dot(self, out: Tensor) -> Tensor:
         """``<dout_i, out_i>`` for every example; half precisions are accumulated in float32."""
@@ -311,7 +307,7 @@ def make_twin(module: nn.Module, parameters: Mapping[str, Tensor], copy_tensors:
     """
     twins: dict[int, Any] = {}
     twin = _copy_module(module, parameters, "", twins)
-    if len(twins) > 1 or not type(module).__module__.startswith("torch.nn.modules"):
+    if module._modules or not type(module).__module__.startswith("torch.nn.modules"):
         for part in twin.modules():
             for name, value in part.__dict__.items():
                 if name not in MODULE_TABLES:

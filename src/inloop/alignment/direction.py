@@ -1,7 +1,8 @@
 """A direction is one tensor for each trainable parameter of a model, by name. This checks a user's."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -62,17 +63,21 @@ def resolve_direction(
     return resolved
 
 
-def in_parts(direction: Direction, layers: Iterable[Iterable[str]]) -> Iterator[Mapping[str, Tensor | None]]:
+class _Layers(Protocol):
+    def layers(self) -> list[list[str]]: ...
+
+
+def in_parts(direction: Direction, plan: _Layers) -> Iterable[Mapping[str, Tensor | None]]:
     """The direction; if it is divided among processes, one layer's part after the other, gathered: never the whole model at once.
 
-    All processes must come here, as they gather together: in the order of ``layers``, whatever they have recorded.
+    All processes must come here, as they gather together: in the order of the plan's layers, whatever they have recorded.
     """
-    if not any(is_sharded(value) for value in direction.values()):
-        yield direction
-        return
-    for names in layers:
-        part = {name: direction[name] for name in names if name in direction}
-        yield {name: None if value is None else whole(value) for name, value in part.items()}
+    if all([type(value) is Tensor or value is None or not is_sharded(value) for value in direction.values()]):
+        return (direction,)
+    return (
+        {name: None if (value := direction[name]) is None else whole(value) for name in names if name in direction}
+        for names in plan.layers()
+    )
 
 
 def _same(first: Tensor | None, second: Tensor | None) -> bool:

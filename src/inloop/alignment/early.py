@@ -63,7 +63,7 @@ class EarlyAlignment:
             return
         self._gradients[name] = gradient.detach()
         for call in list(users):
-            if all([needed in self._gradients for needed in call.parameter_names.values()]):
+            if self._gradients.keys() >= set(call.parameter_names.values()):
                 self._align(call)
         if not users:
             del self._gradients[name]

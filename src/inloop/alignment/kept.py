@@ -10,7 +10,7 @@ form; another pair of pack and unpack (offloading) would work in the same way.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -230,26 +230,31 @@ class Halves:
 # ---------------------------------------------------------------- nests of tensors
 
 
-def leaves_of(tree: Any) -> Iterator[Any]:
+def leaves_of(tree: Any) -> list[Any]:
     """The leaves of a nest of arguments. For tuples, lists and dicts much faster than torch's own, which it uses for the rest."""
-    if isinstance(tree, Tensor | Half):
-        yield tree
-    elif type(tree) is tuple or type(tree) is list:
-        for part in tree:
-            yield from leaves_of(part)
-    elif type(tree) is dict:
-        for part in tree.values():
-            yield from leaves_of(part)
-    else:
-        yield from tree_leaves(tree)
+    leaves, nodes = [], [tree]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, Tensor | Half):
+            leaves.append(node)
+        elif type(node) is tuple or type(node) is list:
+            nodes.extend(reversed(node))
+        elif type(node) is dict:
+            nodes.extend(reversed(node.values()))
+        else:
+            leaves.extend(tree_leaves(node))
+    return leaves
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """All tensors of a nest; of a half its values."""
-    if type(tree) is tuple and len(tree) == 1 and isinstance(tree[0], Tensor):  # the inputs of most layers
-        return [tree[0]]
-    leaves = (leaf.values if isinstance(leaf, Half) else leaf for leaf in leaves_of(tree))
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    tensors = []
+    for leaf in leaves_of(tree):
+        if isinstance(leaf, Tensor):
+            tensors.append(leaf)
+        elif isinstance(leaf, Half):
+            tensors.append(leaf.values)
+    return tensors
 
 
 def versions_of(tree: Any) -> tuple[int, ...]:

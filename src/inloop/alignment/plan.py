@@ -53,7 +53,7 @@ class Site:
 
     def trainable(self) -> dict[str, str]:
         """Those of its parameters that are not frozen at the moment."""
-        parameters = _parameters_of(self.module, self.rule)
+        parameters = self.module._parameters if self.rule is not None else _parameters_of(self.module, None)
         trainable = {}
         for local, name in self.parameter_names.items():
             parameter = parameters.get(local)

@@ -107,7 +107,8 @@ class Recorder:
 
     def layout(self, site: Site, index: int, output: Tensor) -> Layout:
         """Where the examples are in an output: as was found by trying, or as the module says of itself."""
-        found = self.layouts.get((site.name, index))
+        layouts = self._layouts if self._watch is None else self._watch.layouts
+        found = layouts.get((site.name, index)) if layouts else None
         axis = site.batch_axis(index, output) if found is None and (index or site.sequence_first) else 0
         return found or (Layout(axis) if axis else PLAIN)
 
@@ -290,12 +291,15 @@ class AfterForward(_LayerHook):
         if state is not None:
             return self._wait_to_run_again(recorder, module, (args, kwargs), output, trainable, state)
         call = self._layer_call(recorder, module, (args, kwargs), outputs[0], trainable)
-        layout = PLAIN if len(outputs) > 1 else recorder.layout(site, 0, outputs[0])
-        if tape.fuses and layout is PLAIN and len(outputs) == 1 and self._can_fuse(call, module, args, output):
+        layout = recorder.layout(site, 0, outputs[0])
+        if layout is PLAIN and len(outputs) == 1 and tape.fuses and self._can_fuse(call, module, args, output):
             form = call.rule.per_example
             assert form is not None
             exchange = Exchange(tape.wait_for_gradient(call, fused=True), output, call.layer, form.backward)
             return Fused.apply(exchange, args[0], module.weight, module.bias)  # type: ignore[no-untyped-call]
+        if layout is PLAIN and len(outputs) == 1 and type(args[0] if args else None) is Tensor:
+            hook_gradient(output, tape.wait_for_gradient(call))
+            return None
         for index, out in enumerate(outputs):
             if out.requires_grad:
                 hook_gradient(out, tape.wait_for_gradient(self._placed(recorder, call, index, out, args)))

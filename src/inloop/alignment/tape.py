@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from inloop.alignment.black_box import BeforeCall
 from inloop.alignment.call import LayerCall, Recorded
@@ -215,15 +215,16 @@ class Tape:
                 "A part of this tape was aligned with other gradients already and is gone. Fix: align with the gradients that the "
                 "backward pass has left, before anything changes them."
             )
-        if not self.calls and self._sizes is None:
+        if not self.calls and not self._aligned_with:
             raise UsageError(
                 "Nothing was recorded. A tape is filled by a forward and a backward pass while it is open, through layers with "
                 "trainable parameters that meet the data. Fix: run both inside the `with inloop.capture(model) as tape:` block."
             )
-        refuse_unseen_uses((trainable & self.reached.keys()) - self.accounted - plan.used_elsewhere)
+        if unseen := (trainable & self.reached.keys()) - self.accounted - plan.used_elsewhere:
+            refuse_unseen_uses(unseen)
         sizes = self.batch_sizes()
         totals = dict(self._sums)
-        for some in in_parts(resolved, plan.layers()):
+        for some in in_parts(resolved, plan):
             for call in self.calls:
                 local = {name: some.get(canonical) for name, canonical in call.parameter_names.items()}
                 if any([value is not None for value in local.values()]):
@@ -248,7 +249,12 @@ class Tape:
 
     def batch_sizes(self) -> dict[int, int]:
         """The number of examples of each micro-batch, in order."""
-        return batch_sizes(self.calls) if self._sizes is None else self._sizes
+        if self._sizes is not None:
+            return self._sizes
+        sizes = batch_sizes(self.calls)
+        if not self._is_open:
+            self._sizes = sizes  # calls come no more, and those that are aligned ahead go
+        return sizes
 
     def verify(self, gradients: Direction) -> None:
         """Check ``sum_i c_i(p.grad) = ‖p.grad‖²`` for every parameter p; with several processes, for the mean over them.
@@ -262,18 +268,18 @@ class Tape:
         plan = self.plan
         trainable = plan.trainable()
         resolved = resolve_direction(gradients, plan.aliases, plan.shapes, trainable)
-        verify_calls(self.calls, resolved, trainable - plan.used_elsewhere, plan.layers())
+        verify_calls(self.calls, resolved, trainable - plan.used_elsewhere, plan)
 
     # ---------------------------------------------------------------- aligning ahead (early.py says when)
 
     def align_ahead(self, call: Kept, gradients: Mapping[str, Tensor]) -> None:
         """Align one call with gradients that are final, and release it."""
-        if self._sizes is None:
-            self._sizes = batch_sizes(self.calls)
+        self.batch_sizes()
         self._add(self._sums, call, {local: gradients[name] for local, name in call.parameter_names.items()})
         self.calls.remove(call)
         for name in call.parameter_names.values():
-            self._aligned_with[name] = _identity(gradients[name])
+            # Where it is stored, and how often it was written to: a second backward pass or a change in place shows.
+            self._aligned_with[name] = gradients[name].data_ptr(), gradients[name]._version
 
     @property
     def begun(self) -> bool:
@@ -284,14 +290,9 @@ class Tape:
         """Whether ``direction`` is not, or not any more, the gradients that calls were aligned with ahead."""
         for name, then in self._aligned_with.items():
             value = direction.get(name)
-            if value is None or _identity(value) != then:
+            if value is None or (value.data_ptr(), value._version) != then:
                 return True
         return False
-
-
-def _identity(gradient: Tensor) -> tuple[int, int]:
-    """Where it is stored, and how often it was written to: a second backward pass or a change in place shows."""
-    return gradient.data_ptr(), gradient._version
 
 
 # ---------------------------------------------------------------- how many examples
@@ -323,10 +324,11 @@ def batch_sizes(calls: Sequence[Kept]) -> dict[int, int]:
                 f"'{call.name}' ({type(call.layer).__name__}) returned a scalar that reaches the loss; no part of it can be told to "
                 "belong to an example. Fix: return a value for each example and average outside, or leave it out with layers=."
             )
-        if sizes.setdefault(call.batch, call.num_recorded) != call.num_recorded:
+        num_examples = call.num_recorded
+        if sizes.setdefault(call.batch, num_examples) != num_examples:
             known = next(other for other in calls if other.batch == call.batch)
             raise BatchSizeError(_disagreement(call, known))
-        length = call.consecutive_ids if isinstance(call, LayerCall) else 0
+        length = call.consecutive_ids if isinstance(call, LayerCall) and isinstance(call.layer, nn.Embedding) else 0
         if length and any(other.num_positions == length for other in calls):
             raise BatchSizeError(
                 f"Layer '{call.name}' (Embedding) was given {call.num_examples} consecutive positions, as many as there are "

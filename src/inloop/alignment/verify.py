@@ -12,6 +12,7 @@ from torch import Tensor
 
 from inloop.alignment.direction import in_parts
 from inloop.alignment.kept import Kept
+from inloop.alignment.plan import Plan
 from inloop.distributed import gather_numbers, sum_over_processes, whole, world_size
 from inloop.errors import VerificationError
 
@@ -23,18 +24,18 @@ def verify_calls(
     calls: Sequence[Kept],
     gradients: Mapping[str, Tensor | None],
     names: Collection[str],
-    layers: Sequence[Sequence[str]] = (),
+    plan: Plan,
 ) -> None:
     """Check the equation for the parameters ``names``.
 
     Args:
-        layers: The parameters of each layer, to gather gradients by that are divided among processes.
+        plan: Has the parameters of each layer, to gather gradients by that are divided among processes.
 
     Raises:
         VerificationError: Naming the first parameter that does not add up.
     """
     sums, norms = dict.fromkeys(names, (0.0, 0.0)), dict.fromkeys(names, 0.0)
-    for part in in_parts(gradients, layers):
+    for part in in_parts(gradients, plan):
         units = _units(part, names)
         norms.update({name: norm for name, (norm, _) in units.items()})
 

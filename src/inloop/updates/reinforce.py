@@ -68,6 +68,7 @@ class Reinforce(Update):
                 "The policy's optimizer must hold the policy's parameters and no others. Fix: make one for it, as in "
                 "inloop.Reinforce(torch.optim.Adam(policy.parameters(), lr=0.1))."
             )
+        self._parameters = trainable(policy)
         self._num_seen = 0
         self._clear()
 
@@ -75,8 +76,8 @@ class Reinforce(Update):
         self._steps = 0
         self._moments = torch.zeros(3, dtype=torch.float64)  # count, sum and sum of squares of the window's rewards
         # sum r ∇log p and, for normalising over the window, sum ∇log p
-        self._rewarded = [torch.zeros_like(p) for p in trainable(self.policy)]
-        self._unrewarded = [torch.zeros_like(p) for p in trainable(self.policy)]
+        self._rewarded = [torch.zeros_like(p) for p in self._parameters]
+        self._unrewarded = [torch.zeros_like(p) for p in self._parameters]
 
     def add(self, draws: Sequence[Draw], rewards_N: Tensor) -> bool:
         self._num_seen += 1
@@ -108,7 +109,7 @@ class Reinforce(Update):
                 (r - mean * u) / std if std > 0 else torch.zeros_like(r)
                 for r, u in zip(gradients, self._unrewarded, strict=True)
             ]
-        for parameter, gradient in zip(trainable(self.policy), gradients, strict=True):
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = -gradient  # optimizers descend
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -1,15 +1,64 @@
-"""A layer whose backward pass forms the examples' gradients trains as before, whatever is done with its output or graph."""
+"""Hooks leave no trace, and a layer whose backward pass forms the examples' gradients trains as before."""
 
+from tests.alignment.exactness import N, labels, small_net, x
+from tests.training import num_hooks
 import copy
-
+import gc
+import pickle
+import weakref
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
-from torch.autograd import forward_ad
-
+from inloop import capture
+from inloop.alignment import gradients_of
+from inloop.alignment.capture import Recording, make_recorder
+from inloop.alignment.oracles import align_by_loss
+from inloop.errors import BatchSizeError, OverwrittenTensorError, UsageError, VerificationError
+from tests.alignment.architectures import UnseenProduct
+from tests.alignment.exactness import assert_exact, random_direction
+import logging
 import inloop
+from inloop.alignment import capture, gradients_of
+from inloop.alignment.early import EarlyAlignment
+from inloop.errors import UsageError
+from inloop.rewards import GradientAlignment
+from tests.learners import make_learner
+from torch.autograd import forward_ad
 from inloop.alignment.kept import ExampleGradients
 from tests.alignment.exactness import assert_exact
+
+
+
+def test_a_forgotten_recorder_takes_its_hooks_along():
+    model = small_net()
+    recorder = make_recorder(model, Recording())
+    recorder.start("mean")
+    assert num_hooks(model) > 0
+    del recorder
+    gc.collect()
+    assert num_hooks(model) == 0
+
+
+def test_hooks_do_nothing_in_copies_of_the_model():
+    model = small_net()
+    with capture(model) as tape:
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            other(x(5)).sum().backward()
+        assert tape.calls == []
+        model(x(5)).sum().backward()
+        assert len(tape.calls) == 2
+
+
+def test_a_recorder_leaves_no_hook_on_parameters():
+    model = nn.Linear(3, 2)
+    with capture(model):
+        assert model.weight._post_accumulate_grad_hooks
+    assert not model.weight._post_accumulate_grad_hooks
+
+
+# ------------------------------------------------------------------ fused layers
+
 
 LAYERS = {
     "conv2d": (nn.Conv2d(3, 4, 3, stride=2, dilation=2, padding=(2, 1)), (5, 3, 11, 12)),

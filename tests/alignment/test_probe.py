@@ -1,9 +1,10 @@
-"""Models that look ordinary and are not: exact, or an error that says what to do, also without ``verify``."""
+"""Finding out whose a row is: it leaves the model alone, and rows that are not the examples in order are refused."""
 
+from tests.alignment.exactness import N, labels, small_net, x
+from tests.training import num_hooks
 import random
 import threading
 from typing import ClassVar
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,6 @@ from torch.func import functional_call
 from torch.nn.utils import rnn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
-
 from inloop import InloopError, capture
 from inloop.alignment.oracles import align_by_loss
 from inloop.alignment.plan import make_plan
@@ -25,6 +25,17 @@ from tests.alignment.exactness import (
     relative_error,
     rewards_and_oracle,
 )
+import copy
+import gc
+import pickle
+import weakref
+from inloop import capture
+from inloop.alignment import gradients_of
+from inloop.alignment.capture import Recording, make_recorder
+from inloop.errors import BatchSizeError, OverwrittenTensorError, UsageError, VerificationError
+from tests.alignment.architectures import UnseenProduct
+from tests.alignment.exactness import assert_exact, random_direction
+
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +82,39 @@ def test_finding_out_about_a_model_leaves_its_traces_alone():
 
     for with_capture, without in zip(passed(True), passed(False), strict=True):
         assert torch.equal(torch.as_tensor(with_capture), torch.as_tensor(without))
+
+
+def test_finding_out_where_the_examples_are_leaves_the_model_and_the_random_state_alone():
+    model = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Dropout(0.5), nn.Linear(5, 3)).double()
+    batch = x(5)
+    twin = copy.deepcopy(model)
+    torch.manual_seed(0)
+    expected = twin(batch)
+    torch.manual_seed(0)
+    with capture(model):
+        out = model(batch)
+    assert torch.equal(out, expected)
+    torch.testing.assert_close(model.state_dict(), twin.state_dict(), rtol=0, atol=0)
+
+
+def test_copies_of_the_model_are_let_go_at_once():
+    model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    seen = []
+
+    class Counted(nn.Module):
+        def forward(self, batch):
+            seen.append(weakref.ref(self))
+            return batch
+
+    model.append(Counted())
+    gc.disable()
+    try:
+        with capture(model):
+            model(x(5)).sum().backward()
+        assert len(seen) == 4  # three twins, and the model
+        assert sum(ref() is not None for ref in seen) == 1
+    finally:
+        gc.enable()
 
 
 def test_an_interrupt_leaves_no_mode_behind():
@@ -184,145 +228,7 @@ def test_a_flag_that_changes_the_layout():
         assert relative_error(rewards_N, oracle_N) < 1e-9
 
 
-# ------------------------------------------------------------------ uses that cannot be seen
-
-
-def normalized_in_place(m, x):
-    with torch.no_grad():
-        m.weight.copy_(F.normalize(m.weight, dim=0))
-    return m.head(m.first(x) @ m.weight)
-
-
-def written_through_a_view(m, x):
-    both = torch.zeros(len(x), 2, D)
-    both[:, 0].copy_(m.first(x))
-    both[:, 1].copy_(x)
-    return m.head(torch.tanh(both))
-
-
-def calls_itself(m, x, depth=2):
-    return torch.tanh(m.first(m(x, depth - 1) if depth else x)) * m.gain
-
-
-EXACT = {
-    "a parameter normalised in place": Model(
-        normalized_in_place, first=linear(D, D), weight=torch.randn(D, D), head=linear(D, 90)
-    ),
-    "data written through a view": Model(written_through_a_view, first=linear(D, D), head=linear(D, 3)),
-    "a model that calls itself": Model(calls_itself, first=linear(D, D), gain=torch.randn(D)),
-}
-
-
-@pytest.mark.parametrize("case", EXACT)
-def test_unusual_uses_that_are_exact(case):
-    assert_exact(EXACT[case].double(), torch.randn(N, D))
-
-
-def test_attention_by_function_with_bare_weights():
-    def forward(m, x):
-        x = x.transpose(0, 1)
-        out, weights = F.multi_head_attention_forward(
-            x, x, x, D, 2, m.inward, None, None, None, False, 0.0, m.outward, None, average_attn_weights=False
-        )
-        return m.head(torch.cat([out.transpose(0, 1).flatten(1), weights.flatten(1)], dim=1))
-
-    parts = {"inward": torch.randn(3 * D, D), "outward": torch.randn(D, D)}
-    assert_exact(Model(forward, head=linear(T * D + 2 * T * T, 90), **parts), torch.randn(N, T, D))
-
-
-UNSEEN = {
-    "a custom autograd function": Model(
-        lambda m, x: m.head(UnseenProduct.apply(m.first(x), m.gain)),
-        first=linear(D, D),
-        gain=torch.randn(D),
-        head=linear(D, 9),
-    ),
-    "vmap": Model(
-        lambda m, x: torch.vmap(lambda row: torch.tanh(row @ m.weight))(m.first(x)),
-        first=linear(D, 20),
-        weight=torch.randn(20, D),
-    ),
-    "a layer under vmap": Model(lambda m, x: m.head(torch.vmap(m.first)(x)), first=linear(D, D), head=linear(D, 3)),
-    "written through a view of a constant": Model(
-        lambda m, x: m.head(m.first(x) @ _diagonal(m.diagonal) + x),
-        first=linear(D, D),
-        diagonal=torch.randn(D),
-        head=linear(D, 9),
-    ),
-    "a reentrant checkpoint": Model(
-        lambda m, x: m.head(checkpoint(lambda h: torch.tanh(h) * m.gain, m.first(x), use_reentrant=True)),
-        first=linear(D, D),
-        gain=torch.randn(D),
-        head=linear(D, 9),
-    ),
-}
-
-
-def _diagonal(values):
-    weight = torch.zeros(D, D)
-    weight.diagonal().copy_(values.exp())
-    return weight
-
-
-@pytest.mark.parametrize("retain", ["exact", "recompute"])
-@pytest.mark.parametrize("verify", [True, False])
-@pytest.mark.parametrize("case", UNSEEN)
-def test_uses_that_cannot_be_seen_are_named(case, verify, retain):
-    model = UNSEEN[case].double()
-    model.zero_grad()
-    with pytest.raises(InloopError, match="recorded|meets the data"):
-        with capture(model, verify=verify, retain=retain) as tape:
-            per_example_losses(model(torch.randn(N, D))).mean().backward()
-        tape.align(random_direction(model))
-
-
-def test_a_parameter_in_the_loss_is_named():
-    model = Model(lambda m, x: m.first(x), first=linear(D, D), scale=torch.randn(()))
-    with pytest.raises(InloopError, match="'scale'"):
-        with capture(model) as tape:
-            (per_example_losses(model(torch.randn(N, D))) * model.scale.exp()).mean().backward()
-        tape.align(random_direction(model))
-
-
-def test_a_method_other_than_forward_is_named():
-    class Encoder(Model):
-        def encode(self, x):
-            return self.head(self.first(x) * self.gain)
-
-    model = Encoder(None, first=linear(D, D), gain=torch.randn(D), head=linear(D, 9))
-    with pytest.raises(InloopError, match="'gain'"):
-        with capture(model) as tape:
-            per_example_losses(model.encode(torch.randn(N, D))).mean().backward()
-        tape.align(random_direction(model))
-
-
-def test_a_layer_called_with_other_parameters_is_refused_by_name():
-    def forward(m, x):
-        return functional_call(m.layer, {name: 2 * value for name, value in m.layer.named_parameters()}, (x,))
-
-    model = Model(forward, layer=linear(D, 3))
-    with pytest.raises(InloopError, match=r"'layer' \(Linear\).*functional_call"), capture(model):
-        model(torch.randn(N, D))
-
-
-@pytest.mark.parametrize("make", [torch.jit.script, lambda m: torch.jit.trace(m, torch.randn(2, D))])
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_torchscript_is_refused_by_name(make):
-    model = nn.Sequential(make(nn.Sequential(linear(D, D), nn.Tanh())), linear(D, 3))
-    with pytest.raises(InloopError, match="TorchScript"), capture(model):
-        pass
-
-
-def test_complex_activations():
-    def forward(m, x):
-        spectrum = torch.fft.rfft(m.first(x), dim=1) * m.gain
-        return m.head(torch.fft.irfft(spectrum, n=x.shape[1], dim=1))
-
-    model = Model(forward, first=linear(D, D), gain=torch.randn(T // 2 + 1, D), head=linear(D, 30))
-    assert_exact(model, torch.randn(N, T, D))
-
-
-# ------------------------------------------------------------------ examples that are not on the first axis, in models that are hard to copy
+# ------------------------------------------------------------------ models that are hard to copy
 
 
 class PositionsFirst(nn.Module):

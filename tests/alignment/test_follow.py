@@ -1,0 +1,257 @@
+"""Parameters that no layer accounts for: exact where they meet the data, or an error that names them, also without ``verify``."""
+
+from tests.alignment.exactness import N, labels, small_net, x
+from tests.training import num_hooks
+import copy
+import gc
+import pickle
+import weakref
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from inloop import capture
+from inloop.alignment import gradients_of
+from inloop.alignment.capture import Recording, make_recorder
+from inloop.alignment.oracles import align_by_loss
+from inloop.errors import BatchSizeError, OverwrittenTensorError, UsageError, VerificationError
+from tests.alignment.architectures import UnseenProduct
+from tests.alignment.exactness import assert_exact, random_direction
+import random
+import threading
+from typing import ClassVar
+from torch.func import functional_call
+from torch.nn.utils import rnn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils.checkpoint import checkpoint
+from inloop import InloopError, capture
+from inloop.alignment.plan import make_plan
+from inloop.alignment.probe import layouts_of
+from tests.alignment.architectures import D, Model, N, T, UnseenProduct
+from tests.alignment.exactness import (
+    assert_exact,
+    per_example_losses,
+    random_direction,
+    relative_error,
+    rewards_and_oracle,
+)
+
+
+
+# ------------------------------------------------------------------ followed to the data
+
+
+class Holder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.randn(5))
+
+    def forward(self, batch):
+        return batch * self.gain
+
+
+class SharedGain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.positions, self.other, self.head = nn.Parameter(torch.randn(5)), Holder(), nn.Linear(5, 40)
+
+    def forward(self, batch):
+        return self.head(self.other(batch) + self.positions * self.other.gain)
+
+
+def test_parameters_that_are_left_out_are_as_they_were():
+    """Though the optimizer changes them in place before the reward is known."""
+    torch.manual_seed(0)
+    model = SharedGain().double()
+    direction = random_direction(model) | {"other.gain": None}
+    with capture(model, layers=lambda name, module: name != "other", reduction="sum") as tape:
+        losses_N = model(x(5)).square().sum(dim=1)
+        losses_N.sum().backward(retain_graph=True)
+    oracle_N = align_by_loss(model, losses_N, direction)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    torch.testing.assert_close(tape.align(direction), oracle_N)
+
+
+class Positions(nn.Module):
+    """The usual transformer start, with the positions looked up once for all examples or once for each."""
+
+    def __init__(self, length, shared):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(9, 4), nn.Embedding(length, 4)
+        self.head = nn.Linear(4, 3)
+        self.shared = shared
+
+    def forward(self, ids):
+        positions = torch.arange(ids.shape[1])
+        return self.head(
+            torch.tanh(self.tokens(ids) + self.positions(positions if self.shared else positions.expand_as(ids)))
+        )
+
+    def embed(self, ids, positions):
+        """The positions are given, and cannot be told from data."""
+        return self.head(torch.tanh(self.tokens(ids) + self.positions(positions)))
+
+
+@pytest.mark.parametrize("length", [5, N])
+def test_positions_shared_by_all_examples(length):
+    """Also where there are as many positions as examples, which no count of rows can tell."""
+    ids = torch.randint(0, 9, (N, length))
+    assert_exact(Positions(length, shared=False).double(), ids)
+    assert_exact(Positions(length, shared=True).double(), ids)
+    model = Positions(length, shared=True).double()
+    with capture(model) as tape:
+        model.embed(ids, torch.arange(length)).square().sum().backward()
+    with pytest.raises(BatchSizeError, match=r"positions.expand\(N, -1\)"):
+        tape.align(random_direction(model))
+
+
+@pytest.fixture(autouse=True)
+def _double():
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def linear(*sizes):
+    return nn.Linear(*sizes)
+
+
+def normalized_in_place(m, x):
+    with torch.no_grad():
+        m.weight.copy_(F.normalize(m.weight, dim=0))
+    return m.head(m.first(x) @ m.weight)
+
+
+def written_through_a_view(m, x):
+    both = torch.zeros(len(x), 2, D)
+    both[:, 0].copy_(m.first(x))
+    both[:, 1].copy_(x)
+    return m.head(torch.tanh(both))
+
+
+def calls_itself(m, x, depth=2):
+    return torch.tanh(m.first(m(x, depth - 1) if depth else x)) * m.gain
+
+
+EXACT = {
+    "a parameter normalised in place": Model(
+        normalized_in_place, first=linear(D, D), weight=torch.randn(D, D), head=linear(D, 90)
+    ),
+    "data written through a view": Model(written_through_a_view, first=linear(D, D), head=linear(D, 3)),
+    "a model that calls itself": Model(calls_itself, first=linear(D, D), gain=torch.randn(D)),
+}
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_unusual_uses_that_are_exact(case):
+    assert_exact(EXACT[case].double(), torch.randn(N, D))
+
+
+def test_attention_by_function_with_bare_weights():
+    def forward(m, x):
+        x = x.transpose(0, 1)
+        out, weights = F.multi_head_attention_forward(
+            x, x, x, D, 2, m.inward, None, None, None, False, 0.0, m.outward, None, average_attn_weights=False
+        )
+        return m.head(torch.cat([out.transpose(0, 1).flatten(1), weights.flatten(1)], dim=1))
+
+    parts = {"inward": torch.randn(3 * D, D), "outward": torch.randn(D, D)}
+    assert_exact(Model(forward, head=linear(T * D + 2 * T * T, 90), **parts), torch.randn(N, T, D))
+
+
+def test_complex_activations():
+    def forward(m, x):
+        spectrum = torch.fft.rfft(m.first(x), dim=1) * m.gain
+        return m.head(torch.fft.irfft(spectrum, n=x.shape[1], dim=1))
+
+    model = Model(forward, first=linear(D, D), gain=torch.randn(T // 2 + 1, D), head=linear(D, 30))
+    assert_exact(model, torch.randn(N, T, D))
+
+
+# ------------------------------------------------------------------ uses that cannot be seen
+
+
+UNSEEN = {
+    "a custom autograd function": Model(
+        lambda m, x: m.head(UnseenProduct.apply(m.first(x), m.gain)),
+        first=linear(D, D),
+        gain=torch.randn(D),
+        head=linear(D, 9),
+    ),
+    "vmap": Model(
+        lambda m, x: torch.vmap(lambda row: torch.tanh(row @ m.weight))(m.first(x)),
+        first=linear(D, 20),
+        weight=torch.randn(20, D),
+    ),
+    "a layer under vmap": Model(lambda m, x: m.head(torch.vmap(m.first)(x)), first=linear(D, D), head=linear(D, 3)),
+    "written through a view of a constant": Model(
+        lambda m, x: m.head(m.first(x) @ _diagonal(m.diagonal) + x),
+        first=linear(D, D),
+        diagonal=torch.randn(D),
+        head=linear(D, 9),
+    ),
+    "a reentrant checkpoint": Model(
+        lambda m, x: m.head(checkpoint(lambda h: torch.tanh(h) * m.gain, m.first(x), use_reentrant=True)),
+        first=linear(D, D),
+        gain=torch.randn(D),
+        head=linear(D, 9),
+    ),
+}
+
+
+def _diagonal(values):
+    weight = torch.zeros(D, D)
+    weight.diagonal().copy_(values.exp())
+    return weight
+
+
+@pytest.mark.parametrize("retain", ["exact", "recompute"])
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("case", UNSEEN)
+def test_uses_that_cannot_be_seen_are_named(case, verify, retain):
+    model = UNSEEN[case].double()
+    model.zero_grad()
+    with pytest.raises(InloopError, match="recorded|meets the data"):
+        with capture(model, verify=verify, retain=retain) as tape:
+            per_example_losses(model(torch.randn(N, D))).mean().backward()
+        tape.align(random_direction(model))
+
+
+def test_a_parameter_in_the_loss_is_named():
+    model = Model(lambda m, x: m.first(x), first=linear(D, D), scale=torch.randn(()))
+    with pytest.raises(InloopError, match="'scale'"):
+        with capture(model) as tape:
+            (per_example_losses(model(torch.randn(N, D))) * model.scale.exp()).mean().backward()
+        tape.align(random_direction(model))
+
+
+def test_a_method_other_than_forward_is_named():
+    class Encoder(Model):
+        def encode(self, x):
+            return self.head(self.first(x) * self.gain)
+
+    model = Encoder(None, first=linear(D, D), gain=torch.randn(D), head=linear(D, 9))
+    with pytest.raises(InloopError, match="'gain'"):
+        with capture(model) as tape:
+            per_example_losses(model.encode(torch.randn(N, D))).mean().backward()
+        tape.align(random_direction(model))
+
+
+def test_a_layer_called_with_other_parameters_is_refused_by_name():
+    def forward(m, x):
+        return functional_call(m.layer, {name: 2 * value for name, value in m.layer.named_parameters()}, (x,))
+
+    model = Model(forward, layer=linear(D, 3))
+    with pytest.raises(InloopError, match=r"'layer' \(Linear\).*functional_call"), capture(model):
+        model(torch.randn(N, D))
+
+
+@pytest.mark.parametrize("make", [torch.jit.script, lambda m: torch.jit.trace(m, torch.randn(2, D))])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_torchscript_is_refused_by_name(make):
+    model = nn.Sequential(make(nn.Sequential(linear(D, D), nn.Tanh())), linear(D, 3))
+    with pytest.raises(InloopError, match="TorchScript"), capture(model):
+        pass

@@ -1,0 +1,99 @@
+"""Rules of alignment: which layers keep one, and how users register their own."""
+
+from tests.alignment.exactness import N, labels, small_net, x
+from tests.training import num_hooks
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+from inloop import alignment_rule, capture
+from inloop.alignment import affine_in_parameters, linear_in_parameters
+from inloop.alignment import black_box as black_box_module
+from inloop.alignment.rules import _RULES
+from inloop.errors import UnsupportedLayerError
+from tests.alignment.exactness import assert_exact, relative_error, rewards_and_oracle, rule_names
+
+
+
+def test_a_subclass_that_changes_nothing_keeps_its_rule():
+    class Named(nn.Linear):
+        def __init__(self):
+            super().__init__(5, 3)
+
+        def extra_repr(self):
+            return "named"
+
+    assert rule_names(Named()) == {"": "align_linear"}
+
+
+@pytest.fixture
+def _registry():
+    saved = dict(_RULES)
+    yield
+    _RULES.clear()
+    _RULES.update(saved)
+
+
+class Affine(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.shift = nn.Parameter(torch.rand(5))
+
+    def forward(self, batch):
+        return batch + self.shift
+
+
+class Gain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.rand(5))
+
+    def forward(self, batch):
+        return batch * self.gain
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(5))
+        self.shift = nn.Parameter(torch.rand(5))
+
+    def forward(self, batch):
+        return batch * self.scale.exp() + self.shift
+
+
+@pytest.mark.usefixtures("_registry")
+def test_users_register_rules_for_their_layers():
+    alignment_rule(Affine, parameters=("shift",))(affine_in_parameters)
+    alignment_rule(Gain, parameters=("gain",))(linear_in_parameters)
+
+    @alignment_rule(Scale, parameters=("scale", "shift"), keeps_parameters=True)
+    def align_scale(call, direction):
+        (batch,) = call.args
+        return call.dot(batch * call.layer.scale.exp() * direction["scale"] + direction["shift"])
+
+    model = nn.Sequential(Affine(), Gain()).double()
+    assert rule_names(model) == {"0": "affine_in_parameters", "1": "linear_in_parameters"}
+    assert_exact(model, x(5))
+    assert rule_names(Scale()) == {"": "align_scale"}
+    assert_exact(Scale().double(), x(5))
+
+
+@pytest.mark.usefixtures("_registry")
+def test_a_rule_that_keeps_no_parameters_cannot_read_those_of_the_next_step():
+    @alignment_rule(Gain, parameters=("gain",))
+    def reads_what_it_did_not_keep(call, direction):
+        return call.dot(call.args[0] * direction["gain"] * call.layer.gain)
+
+    with pytest.raises(RuntimeError, match="meta"):
+        assert_exact(Gain().double(), x(5))
+
+
+@pytest.mark.usefixtures("_registry")
+def test_a_wrong_rule_does_not_pass_verification():
+    from inloop.errors import VerificationError
+
+    alignment_rule(Affine, parameters=("shift",))(linear_in_parameters)
+    with pytest.raises(VerificationError, match="'0.shift'"):
+        assert_exact(nn.Sequential(Affine(), nn.Linear(5, 2)).double(), x(5))

@@ -1,0 +1,117 @@
+"""What is saved of a learner, and runs that continue from it."""
+
+from tests.training import Run, is_kept, make_net, make_sources, num_hooks, rewards_of
+import copy
+import gc
+import logging
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from inloop import Bernoulli, Categorical, InLoop, Mixture, MixturePolicy, Product, Recording, refusals
+from inloop.alignment.oracles import align_by_loss
+from inloop.errors import BatchSizeError, OverwrittenTensorError, UnsupportedLayerError, UsageError, VerificationError
+from inloop.rewards import Reward
+from inloop.updates.reinforce import normalise
+from tests.alignment.architectures import UnseenProduct
+from tests.learners import make_learner
+from tests.training import Run, make_net, make_sources
+
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"reference": "previous"},
+        {"interleave": True},
+        {"reward": "nslr"},
+        {"reward": "nslr", "normalisation": "window"},
+    ],
+    ids=str,
+)
+def test_a_continued_run_equals_the_uninterrupted_one_bit_for_bit(options, tmp_path):
+    def checkpoint(run):
+        return {
+            "model": run.model.state_dict(),
+            "optimizer": run.optimizer.state_dict(),
+            "learner": run.learner.state_dict(),
+            "mixture": run.mixture.generator.get_state(),
+        }
+
+    uninterrupted = Run(accumulate=3, **options).train(11)
+    torch.save(checkpoint(uninterrupted), tmp_path / "state.pt")
+    uninterrupted.train(12)
+
+    continued = Run(accumulate=3, seed=99, **options).train(2)
+    state = torch.load(tmp_path / "state.pt", weights_only=True)  # executes no code
+    continued.model.load_state_dict(state["model"])
+    continued.optimizer.load_state_dict(state["optimizer"])
+    continued.learner.load_state_dict(state["learner"])
+    continued.mixture.generator.set_state(state["mixture"])
+    continued.train(12)
+
+    assert torch.equal(continued.policy.scores, uninterrupted.policy.scores)
+    assert not torch.equal(continued.policy.scores, torch.zeros(4))
+    for name, value in uninterrupted.model.state_dict().items():
+        assert torch.equal(continued.model.state_dict()[name], value)
+    assert str(rewards_of(continued)[-12:]) == str(rewards_of(uninterrupted)[-12:])
+    assert continued.reports[-1].step == 23
+    waited = options.get("reference") != "previous"  # "previous" leaves nothing to wait for
+    assert continued.reports[2].rewarded is not waited
+
+
+def test_an_announced_draw_survives_with_the_policy_that_made_it(tmp_path):
+    def train_on(run):
+        x, y = run.mixture.draw(run.learner._sampler.waiting[0].actions)
+        loss = F.cross_entropy(run.model(x), y)
+        loss.backward()
+        report = run.learner.step(loss)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        return report
+
+    run = Run(accumulate=1).train(3)
+    ahead = run.learner.draw(32)
+    run.train(2)  # the policy moves
+    run.learner.use(ahead)
+    run.learner.num_dropped = 7
+    states = run.learner, run.model, run.optimizer
+    torch.save([*(part.state_dict() for part in states), run.mixture.generator.get_state()], tmp_path / "state.pt")
+    other = Run(accumulate=1, seed=8)
+    learner, model, optimizer, generator = torch.load(tmp_path / "state.pt", weights_only=True)
+    other.learner.load_state_dict(learner)
+    other.model.load_state_dict(model)
+    other.optimizer.load_state_dict(optimizer)
+    other.mixture.generator.set_state(generator)
+    first, second = train_on(run), train_on(other)
+    assert first.lag == second.lag > 0
+    assert first.num_dropped == second.num_dropped == 7
+    run.train(2)
+    other.train(2)
+    assert torch.equal(run.policy.scores, other.policy.scores)
+
+
+def test_a_state_that_does_not_fit_changes_nothing():
+    run, other = Run(accumulate=1).train(3), Run(make_sources(5), accumulate=1).train(3)
+    before = run.policy.scores.detach().clone(), run.learner.num_steps
+    with pytest.raises(
+        UsageError, match=r"of a policy with \{'scores': \[5\]\}; this one, a MixturePolicy, has \{'scores': \[4\]\}"
+    ):
+        run.learner.load_state_dict(other.learner.state_dict() | {"num_steps": 99})
+    assert torch.equal(run.policy.scores, before[0])
+    assert run.learner.num_steps == before[1]
+    state = run.learner.state_dict()
+    with pytest.raises(UsageError, match=r"no state of an InLoop learner: it has no \['recording'\]"):
+        run.learner.load_state_dict({name: part for name, part in state.items() if name != "recording"})
+    run.train(2)
+    assert not torch.equal(state["policy"]["scores"], run.policy.scores)  # a copy, not a view of what goes on
+
+
+def test_saving_after_every_step_is_noticed(caplog):
+    run = Run().train(1)
+    run.learner.state_dict()
+    assert caplog.text == ""
+    run.train(1)
+    run.learner.state_dict()
+    assert "called after every step, nothing is ever rewarded" in caplog.text
