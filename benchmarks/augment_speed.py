@@ -2,8 +2,8 @@
 
     python -m benchmarks.augment_speed [--repeats 30] [--json]
 
-Both do the same actions, and the result is the same, which is checked. They alternate within one run; medians are reported. With
-kornia installed, single operations that it has are measured, too (its results differ, most by a value of 1 here and there).
+Both do the same actions; the script checks that the results are equal. They alternate within one run; the report has medians. With
+kornia installed, its single operations are measured, too (its results differ, most by a value of 1 here and there).
 """
 
 import argparse

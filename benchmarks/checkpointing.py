@@ -2,7 +2,7 @@
 
     python -m benchmarks.checkpointing [--depth 12] [--batch 8] [--repeats 6] [--out results/cost/checkpointing.json]
 
-A causal transformer on sequences of 256, each of whose blocks is checkpointed. All kinds of step take turns in one process; medians.
+A causal transformer on sequences of 256, with every block checkpointed. All kinds of step take turns in one process; medians.
 """
 
 import argparse
@@ -69,7 +69,7 @@ def main(depth: int, batch: int, repeats: int, out: Path) -> None:
         for name, step in steps.items():
             started = time.perf_counter()
             step()
-            if repeat >= 4:  # the first are checked, and slower
+            if repeat >= 4:  # the learner checks the first steps, which takes time
                 times[name].append(time.perf_counter() - started)
     del steps
     seconds = {name: statistics.median(values) for name, values in times.items()}

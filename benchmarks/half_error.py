@@ -1,4 +1,4 @@
-"""How far rewards are off when a tape is kept in half precision: exact and half on the same step, after a few steps of training.
+"""The error of rewards from a tape in half precision: exact and half on the same step, after a few steps of training.
 
     python -m benchmarks.half_error [--out results/cost/half_error.json]
 

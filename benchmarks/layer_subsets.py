@@ -1,10 +1,10 @@
-"""How well the reward of a few layers stands for that of all: on real data, of which a fifth is spoiled.
+"""How well the reward of a few layers stands for the reward of all, on real data with a fifth of it spoiled.
 
     python -m benchmarks.layer_subsets TEXT          TEXT: a folder with .txt files; CIFAR-10 is read as by `inloop run`
 
-writes results/cost/layer_subsets.json, model by model. A reward is a sum over layers, so a set of layers has the reward that is left if the
-direction of all other layers is zero. For each set: its correlation with the whole reward within a step, averaged over steps; the *advantage*
-of spoiled examples, by how many standard deviations of a step's rewards they are below the others; the share of what a tape keeps.
+writes results/cost/layer_subsets.json, model by model. A reward is a sum over layers. So the reward of a set of layers is the reward
+with a zero direction for all other layers. For each set: its correlation with the whole reward within a step, averaged over steps; the *advantage*
+of spoiled examples, by how many standard deviations of a step's rewards they are below the others; its share of the tape's memory.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def text(folder: Path, batch: int) -> Iterator[Batch]:
 
 
 def subsets(model: nn.Module, head: str) -> dict[str, list[str]]:
-    """Sets of parameters by what they are called here. Blocks are what the model's one Sequential holds."""
+    """Sets of parameters by name. Blocks are the members of the model's one Sequential."""
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     prefix, blocks = next((name, part) for name, part in model.named_children() if isinstance(part, nn.Sequential))
     norms = {
@@ -81,7 +81,7 @@ def subsets(model: nn.Module, head: str) -> dict[str, list[str]]:
 
 
 def kept_by(tape: Tape, members: list[str]) -> int:
-    """What a tape of these layers alone would keep, in bytes."""
+    """The bytes that a tape of these layers alone would keep."""
     return kept_bytes(call for call in tape.calls if set(call.parameter_names.values()) & set(members))
 
 

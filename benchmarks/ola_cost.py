@@ -2,8 +2,8 @@
 
     python -m benchmarks.ola_cost [--network wrn-16-4] [--batch 64] [--repeats 20] [--json]
 
-A pair of steps is timed, since every second step of OLA is without operations, and is what pays the other. Both kinds alternate
-within one run; medians are reported. On random images, so no data is needed.
+Steps are timed in pairs: every second step of OLA is without operations, and rewards the other. Both kinds alternate within one
+run; the report has medians. On random images, so no data is needed.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def main() -> None:
             started = time.perf_counter()
             for _ in range(2):
                 experiment.train_step(images[: options.batch], labels[: options.batch], 0.05)
-            if repeat >= 2:  # the first steps are checked, and slower
+            if repeat >= 2:  # the learner checks the first steps, which takes time
                 times[augment].append((time.perf_counter() - started) / 2)
     seconds = {augment: statistics.median(values) for augment, values in times.items()}
     report = {

@@ -2,7 +2,7 @@
 
     python -m benchmarks.paper_recipe [--preset paper-cifar100-wl] [--steps 4] [--json]
 
-On random images of CIFAR's size: what is shown does not depend on them, and no data is needed. WRN-28-10 at batch 256 needs
+On random images of CIFAR's size: the output does not depend on them, and no data is needed. WRN-28-10 at batch 256 needs
 about 16 GB.
 """
 

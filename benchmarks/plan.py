@@ -1,4 +1,4 @@
-"""What inloop would need with models of 1B and 70B parameters: derived from their shapes, and checked on a small one that runs here.
+"""The memory and traffic of inloop with models of 1B and 70B parameters: derived from their shapes, checked on a small model.
 
     python -m benchmarks.plan          (pip install transformers)
 
@@ -19,15 +19,15 @@ ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "results/cost/plan.json"
 GB = 1e9
 LINK = 50e9  # bytes a second that an accelerator receives: 400 Gbit/s
-FLOPS = 400e12  # that it does in bfloat16, at best
-USED = 0.4  # of them, in training
-TOKENS = 4096  # of a sequence
+FLOPS = 400e12  # an accelerator's, in bfloat16, at best
+USED = 0.4  # share of them that training reaches
+TOKENS = 4096  # in a sequence
 GLOBAL_BATCH = 1024  # sequences
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a Llama: grouped-query attention, a gated feed-forward network, RMSNorm."""
+    """The shape of a Llama: grouped-query attention, a gated feed-forward network, RMSNorm."""
 
     name: str
     layers: int
@@ -80,7 +80,7 @@ def measured_per_token(shape: Shape, tokens: int = 32) -> float:
 
 
 def plan(shape: Shape, accelerators: int) -> dict[str, float | str | int]:
-    """Of one step with FSDP2, gradients in float32, the rest in bfloat16."""
+    """The needs of one step with FSDP2, gradients in float32, the rest in bfloat16."""
     sequences = max(1, GLOBAL_BATCH // accelerators)
     tape = 2 * TOKENS * shape.kept_per_token()
     compute = 6 * shape.parameters() * TOKENS * GLOBAL_BATCH / (accelerators * FLOPS * USED)
@@ -129,7 +129,7 @@ def main() -> None:
 
 
 def pages() -> dict[Path, str]:
-    """What the page with the table should be."""
+    """The page, with the table of the committed numbers."""
     page = ROOT / "docs/scaling.md"
     plans = json.loads(RESULT.read_text())["plans"]
     return {page: with_block(page.read_text(), "python -m benchmarks.plan", table(plans))}

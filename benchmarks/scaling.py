@@ -1,9 +1,9 @@
-"""How the cost of gradient alignment goes with the size of the problem: batch, width, depth, sequence length.
+"""How the cost of gradient alignment scales with the size of the problem: batch, width, depth, sequence length.
 
     python -m benchmarks.scaling [--repeats 10] [--out results/cost/scaling.json]
 
-Every point is the ratio to plain training at the same size; it should stay flat. Results are written as they come, and what the
-file has already is not measured again.
+Every point is the ratio to plain training at the same size; it should stay flat. Results are written one by one, and points
+in the file are not measured again.
 """
 
 import argparse

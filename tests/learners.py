@@ -1,4 +1,4 @@
-"""Learners from a flat list of options: those of the recording and of REINFORCE are told apart by their names."""
+"""Learners from a flat list of options: those of the recording and of REINFORCE are distinguished by their names."""
 
 from dataclasses import fields
 

@@ -99,7 +99,7 @@ def test_frozen_unused_and_left_out_parameters_are_named():
     notes = {row.parameter: row.note for row in report.rows}
     assert notes["first.weight"] == "frozen"
     assert notes["first.bias"] == "not counted (layers=)"
-    assert notes["unused.weight"] == "has no part in the loss"
+    assert notes["unused.weight"] == "does not enter the loss"
     assert report.ok
 
 

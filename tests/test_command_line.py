@@ -135,7 +135,7 @@ def test_the_report_on_a_file_of_records(tmp_path, capsys):
     assert (code, printed.strip()) == (0, str(tmp_path / "run.html"))
     text = (tmp_path / "run.html").read_text()
     assert {path.name for path in tmp_path.iterdir()} == {"run.jsonl", "run.html", "run-shares.svg", "run-shares.png"}
-    assert "Steps 1 to 60, 60 of them recorded; 0 went unpaid" in text
+    assert "Steps 1 to 60, 60 of them recorded; 0 dropped" in text
     assert "<b>" not in text
     assert "&lt;b&gt;code" in text
     rows = [re.findall(r"<td>(.*?)</td>", row) for row in re.findall(r"<tr>(<td>.*?)</tr>", text)]

@@ -1,25 +1,19 @@
 """What a step is judged by: the step before it, or a loss on held-out data, with what is refused of either."""
 
-from tests.training import Run, is_kept, make_net, make_sources, num_hooks, rewards_of
 import copy
-import gc
-import logging
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from inloop import Bernoulli, Categorical, InLoop, Mixture, MixturePolicy, Product, Recording, refusals
+
+from inloop import refusals
 from inloop.alignment.oracles import align_by_loss
-from inloop.errors import BatchSizeError, OverwrittenTensorError, UnsupportedLayerError, UsageError, VerificationError
-from inloop.rewards import Reward
-from inloop.updates.reinforce import normalise
-from tests.alignment.architectures import UnseenProduct
-from tests.learners import make_learner
-from tests.training import Run, make_net, make_sources
+from inloop.errors import UsageError
+from tests.training import Run, make_net, make_sources, rewards_of
 
 
-
-def test_previous_pays_at_once_with_the_gradient_before():
+def test_previous_rewards_at_once_with_the_gradient_before():
     run = Run(net=make_net().double(), sources=[(x.double(), y) for x, y in make_sources()], reference="previous")
     gradients, expected = None, []
     for _ in range(3):
@@ -36,7 +30,7 @@ def test_previous_pays_at_once_with_the_gradient_before():
     assert rewards_of(run)[1:] == pytest.approx(expected, rel=1e-9)
 
 
-def test_interleaving_with_the_previous_gradient_never_pays_plain_steps():
+def test_interleaving_with_the_previous_gradient_never_rewards_plain_steps():
     run = Run(reference="previous", interleave=True, accumulate=1).train(6)
     assert [report.rewarded for report in run.reports] == [False, False, True, False, True, False]
 
@@ -72,9 +66,7 @@ def test_a_held_out_reference_is_evaluated_after_the_step():
 
 
 @pytest.mark.parametrize("optimizer_first", [False, True])
-def test_an_optimizer_that_steps_before_the_learner_is_told_that_a_held_out_loss_comes_too_late(
-    optimizer_first, caplog
-):
+def test_a_held_out_loss_that_comes_after_the_optimizers_step_is_warned_of(optimizer_first, caplog):
     refusals.warn_once.cache_clear()
     held_out_x, held_out_y = make_sources(seed=1)[0]
     net = make_net()
@@ -117,3 +109,35 @@ def test_a_reference_function_that_returns_no_loss(held_out_loss, got):
     run = Run(reference=held_out_loss).train(1)
     with pytest.raises(UsageError, match=f"returned {got}. It must take no argument and return a scalar loss"):
         run.step()
+
+
+def test_a_held_out_reference_restores_buffers_that_it_has_changed_and_writes_no_others():
+    """A write raises the version of a tensor, which spoils the graphs and tapes that have read it."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.head, self.places = nn.BatchNorm1d(16), nn.Linear(16, 4), nn.Embedding(16, 1)
+            self.register_buffer("ids", torch.arange(16))
+
+        def forward(self, x):
+            return self.head(self.norm(x) + self.places(self.ids).squeeze(1))
+
+    held_out_x, held_out_y = make_sources(seed=1)[0]
+    net, during = Net(), []
+
+    def held_out_loss():
+        loss = F.cross_entropy(net(held_out_x), held_out_y)
+        during.append(net.norm.running_mean.clone())
+        return loss
+
+    run = Run(net=net, reference=held_out_loss)
+    version, plain = net.ids._version, Run(net=copy.deepcopy(net))
+    run.train(4)
+    plain.train(4)
+    assert [report.rewarded for report in run.reports] == [False, True, True, True]
+    assert len(during) == 3
+    assert net.ids._version == version
+    assert not torch.equal(during[-1], net.norm.running_mean)
+    assert torch.equal(net.norm.running_mean, plain.model.norm.running_mean)
+    assert net.norm.num_batches_tracked == 4

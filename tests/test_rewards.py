@@ -1,22 +1,13 @@
 """Rewards other than gradient alignment, and a user's own."""
 
-from tests.training import Run, is_kept, make_net, make_sources, num_hooks, rewards_of
-import copy
-import gc
-import logging
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
-from inloop import Bernoulli, Categorical, InLoop, Mixture, MixturePolicy, Product, Recording, refusals
-from inloop.alignment.oracles import align_by_loss
-from inloop.errors import BatchSizeError, OverwrittenTensorError, UnsupportedLayerError, UsageError, VerificationError
-from inloop.rewards import Reward
-from inloop.updates.reinforce import normalise
-from tests.alignment.architectures import UnseenProduct
-from tests.learners import make_learner
-from tests.training import Run, make_net, make_sources
 
+from inloop import InLoop, MixturePolicy
+from inloop.errors import UsageError
+from inloop.rewards import Reward, as_reward
+from tests.training import Run, make_net, num_hooks, rewards_of
 
 
 def test_next_step_loss_is_minus_the_next_loss():
@@ -45,3 +36,21 @@ def test_own_rewards_join_in():
 
     run = Run(reward=Constant()).train(2)
     assert run.reports[1].reward_mean == 3.0
+
+
+def test_a_reward_must_say_whether_it_needs_the_tape():
+    class Silent(Reward):
+        def __call__(self, step, judge):
+            return torch.ones(step.num_examples)
+
+    net = make_net()
+    with pytest.raises(
+        UsageError, match="Silent does not say whether it needs the recorded layers of a step. Fix: write"
+    ):
+        InLoop(net, MixturePolicy(4), reward=Silent())
+    assert num_hooks(net) == 0
+    Silent.needs_tape = "yes"
+    with pytest.raises(UsageError, match="needs_tape = True, or False"):
+        as_reward(Silent())
+    Silent.needs_tape = False
+    assert Run(reward=Silent()).train(2).reports[-1].reward_mean == 1

@@ -1,26 +1,17 @@
 """Actions: drawn by seed, ahead of their step or elsewhere, each with the policy that drew them."""
 
-from tests.training import Run, is_kept, make_net, make_sources, num_hooks, rewards_of
-import copy
-import gc
-import logging
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
-from inloop import Bernoulli, Categorical, InLoop, Mixture, MixturePolicy, Product, Recording, refusals
-from inloop.alignment.oracles import align_by_loss
-from inloop.errors import BatchSizeError, OverwrittenTensorError, UnsupportedLayerError, UsageError, VerificationError
-from inloop.rewards import Reward
-from inloop.updates.reinforce import normalise
-from tests.alignment.architectures import UnseenProduct
-from tests.learners import make_learner
-from tests.training import Run, make_net, make_sources
 
+from inloop import InLoop, Mixture, MixturePolicy
+from inloop.errors import UsageError
+from inloop.updates.reinforce import normalise
+from tests.training import Run, make_net
 
 
 def test_each_update_is_taken_at_the_policy_that_drew():
-    """φ moves between drawing and paying; the gradient of log p belongs to the φ of then."""
+    """φ moves between drawing and rewarding; the gradient of log p belongs to the φ of then."""
     policy = MixturePolicy(4)
     run = Run(policy=policy, accumulate=1, optimizer=torch.optim.SGD(policy.parameters(), lr=0.5))
     scores, actions = [policy.scores.detach().clone()], []
@@ -36,7 +27,7 @@ def test_each_update_is_taken_at_the_policy_that_drew():
         run.step()
         scores.append(policy.scores.detach().clone())
     generator = torch.Generator().manual_seed(0)
-    for t in range(4):  # step t draws by scores[t] and is paid in step t + 1
+    for t in range(4):  # step t draws by scores[t] and is rewarded in step t + 1
         drawn_by = MixturePolicy(4)
         drawn_by.load_state_dict({"scores": scores[t]})
         actions = drawn_by.sample(64, generator)

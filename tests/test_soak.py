@@ -53,7 +53,7 @@ def test_an_untidy_loop_leaves_nothing_behind(retain):
         model, MixturePolicy(3), generator=torch.Generator().manual_seed(0), record=Recording(retain=retain)
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    counts, paid = [], 0
+    counts, num_rewarded = [], 0
     for step in range(1000):
         what = chance.choice(["step"] * 6 + ["skip", "eval", "paused", "forward fails", "backward fails", "abandon"])
         for _ in range(chance.choice([1, 1, 1, 2])):
@@ -83,14 +83,14 @@ def test_an_untidy_loop_leaves_nothing_behind(retain):
         if what == "paused":
             with learner.paused():
                 torch.autograd.grad(model(torch.randn(2, 3, 6)).sum(), list(model.parameters()))
-        paid += learner.step(loss).rewarded
+        num_rewarded += learner.step(loss).rewarded
         optimizer.step()
         optimizer.zero_grad()
         if step % 100 == 99:
             loss = None
             learner.skip()
             counts.append(num_tensors())
-    assert paid > 300
+    assert num_rewarded > 300
     assert max(counts[2:]) <= counts[1] + 60, counts  # a step's tape has its ups and downs
     learner.close()
     assert num_hooks(model) == 0

@@ -40,7 +40,7 @@ class Loop:
         ]
 
     def run(self, step):
-        """Mean and spread of the rewards of every step that was paid."""
+        """Mean and spread of the rewards of every step that was rewarded."""
         rewards = []
         for x, y in self.batches:
             self.learner.sample(len(x))
@@ -207,7 +207,7 @@ def test_an_exception_costs_its_batch_and_no_more(where, expected):
         return None
 
     rewards = loop.run(step)
-    # A backward pass that got as far as a layer has paid it in part: that step is given up.
+    # A backward pass that got as far as a layer has rewarded it in part: that step is given up.
     assert rewards == pytest.approx(expected if where == "forward" else expected[:2] + expected[4:], rel=1e-9)
 
 
@@ -284,7 +284,7 @@ def test_a_step_that_the_scaler_skips_is_dropped():
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     rewards = loop.run(scaled_step(scaler, poison=2))
     assert scaler.get_scale() == 512.0
-    assert len(rewards) == 4  # steps 2 and 5: neither the one before nor the one after can be paid
+    assert len(rewards) == 4  # steps 2 and 5: neither the one before nor the one after can be rewarded
     assert loop.learner.num_dropped == 1
 
 

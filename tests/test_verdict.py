@@ -126,7 +126,7 @@ def test_state_and_arguments():
     assert second.verdicts() == first.verdicts()
     with pytest.raises(UsageError, match="The state is of 2 sources; this has 3"):
         RewardStatistics(3).load_state_dict(first.state_dict())
-    with pytest.raises(UsageError, match=r"RewardStatistics\(3\) was given the rewards of 2 sources"):
+    with pytest.raises(UsageError, match=r"RewardStatistics\(3\) got the rewards of 2 sources"):
         RewardStatistics(3).add(report(torch.tensor([0.0, 1.0]), torch.tensor([0, 1]), 2))
     with pytest.raises(UsageError, match="level=1.5"):
         RewardStatistics(3, level=1.5)
@@ -178,5 +178,5 @@ def test_printed_it_is_a_table_with_the_names_of_the_sources():
 
 
 def test_there_are_as_many_names_as_sources():
-    with pytest.raises(UsageError, match=r"was given 1 names: \['web'\]"):
+    with pytest.raises(UsageError, match=r"got 1 names: \['web'\]"):
         RewardStatistics(2, names=["web"])

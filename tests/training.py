@@ -1,8 +1,9 @@
-"""A small problem with several sources, and the plain loop around a learner, shared by the learner's tests."""
+"""A small problem with several sources, the plain loop around a learner, and what can be asked of either, shared by the learner's tests."""
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from inloop import Mixture, MixturePolicy
 from tests.learners import make_learner
@@ -53,3 +54,23 @@ class Run:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return report
+
+
+def rewards_of(run):
+    return [report.reward_mean for report in run.reports]
+
+
+def num_hooks(model):
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def watch_input(layer):
+    """A function that says whether anybody still holds the memory of the layer's next input."""
+    inputs = []
+    handle = layer.register_forward_pre_hook(lambda _, args: inputs.append(StorageWeakRef(args[0].untyped_storage())))
+
+    def is_held():
+        handle.remove()
+        return not inputs[0].expired()
+
+    return is_held

@@ -1,4 +1,4 @@
-"""Does a learned policy drop operations that harm, and keep those that do not? On the digits, 5 seeds for each way to learn.
+"""Does a learned policy drop harmful operations, and keep the others? On the digits, 5 seeds for each way to learn.
 
     python results/augment/harmful.py       writes harmful.json beside it, seed by seed; interrupted, it continues
 
@@ -22,7 +22,7 @@ from inloop_lab.runs.seed import train_to_end
 
 HARMFUL, BENIGN = ("erase", "flip_ud"), ("identity", "shift_one")
 SEEDS = 5
-# The paper's way is: every second step without operations, one update of the policy for each paid step, all layers, from the start.
+# The paper's way is: every second step without operations, one update of the policy for each rewarded step, all layers, from the start.
 VARIANTS = {
     "paper": {},
     "centred rewards": {"normalisation": "center"},

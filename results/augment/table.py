@@ -43,12 +43,12 @@ TRIALS = {
 }
 
 WHY = (
-    "The reward is an example's effect on the loss of the next training batch. Augmented images are harder to fit, and what they are good "
-    "for, less memorising, does not show in that loss. So the policy lets go of operations as training goes on, most of all where the next "
+    "The reward is an example's effect on the loss of the next training batch. Augmented images are harder to fit, and their benefit, less "
+    "memorising, does not show in that loss. So the policy drops operations as training goes on, most of all where the next "
     "batch is plain (the paper's way), and the network fits its training images nearly as well as without augmentation. In the RA space, "
-    "where all operations help, that costs what they would have brought. In WideLong, where uniform augmentation is too much for 4,000 "
-    "images and 50 epochs, it is what is needed. Within one way of learning, how much is kept explains little of how seeds differ. "
-    "A held-out reference, which would see memorising, did not help in the one validation run that was made of it; why was not studied."
+    "where all operations help, that costs their benefit. In WideLong uniform augmentation is too much for 4,000 images and 50 epochs, so "
+    "it helps there. Within one way of learning, how much is kept explains little of how seeds differ. "
+    "A held-out reference would see memorising, but did not help in its one validation run; the reason was not studied."
 )
 
 
@@ -172,7 +172,7 @@ def why() -> str:
 
 
 def learned() -> str:
-    """What OLA's policies were like at the end: mean keep probabilities over seeds."""
+    """OLA's policies at the end: mean keep probabilities over seeds."""
     lines = ["| operation | OLA, RA: kept | OLA, WideLong: kept |", "|---|---|---|"]
     runs = {space: read(f"ola-{space}") for space in ("ra", "wl")}
     keep: dict[str, dict[str, float]] = {"ra": {}, "wl": {}}
@@ -199,8 +199,8 @@ def preset() -> str:
     return (
         f"`python -m benchmarks.paper_recipe --steps {len(run['steps'])}` on random images: {run['network']}, batch {run['batch']}, "
         f"{run['parameters'] / 1e6:.1f} million parameters, {run['policy_parameters']} of the policy; {run['peak_gigabytes']:.1f} GB at most, "
-        f"{first['seconds']:.0f} s for the first step, {others[-1]['seconds']:.0f} s for the last, which paid the one before it and moved the policy. "
-        "A whole run of 200 epochs (39,000 steps) is beyond the 2 CPU cores that were at hand, so none of Table 2's own rows was reproduced."
+        f"{first['seconds']:.0f} s for the first step, {others[-1]['seconds']:.0f} s for the last, which rewarded the one before it and moved the policy. "
+        "A whole run of 200 epochs (39,000 steps) is beyond our 2 CPU cores, so none of Table 2's own rows was reproduced."
     )
 
 
@@ -248,7 +248,7 @@ def in_full() -> str:
 
 
 def pages() -> dict[Path, str]:
-    """What the pages should be."""
+    """The pages, with the tables of the committed numbers."""
     contents = {ROOT / "docs" / "guides" / "learn-augmentation.md": in_brief(), HERE / "README.md": in_full()}
     return {path: with_block(path.read_text(), COMMAND, content) for path, content in contents.items()}
 

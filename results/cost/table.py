@@ -1,4 +1,4 @@
-"""Writes what `run.sh` measured as tables: README.md here, the project's README, and the page on cost.
+"""Writes the numbers of `run.sh` as tables: README.md here, the project's README, and the page on cost.
 
 python results/cost/table.py
 """
@@ -17,7 +17,7 @@ OTHERS = ("metagradient", "metagradient-unrolled", "higher", "torchopt", "vmap",
 
 
 def read(name: str) -> tuple[dict[tuple[str, str], dict], list[dict]]:
-    """Measured rows by model and mode, and what was skipped."""
+    """Measured rows by model and mode, and the skipped rows."""
     parts = json.loads((HERE / name).read_text())
     return {(row["model"], row["mode"]): row for row in parts["results"]}, parts["skipped"]
 
@@ -93,7 +93,7 @@ def checkpointing() -> str:
 
 
 def layer_subsets() -> str:
-    """What a few layers' reward is worth, by what a tape of them keeps."""
+    """How well a few layers' reward stands for the reward of all, and their share of the tape."""
     results = json.loads((HERE / "layer_subsets.json").read_text())["results"]
     sets = list(dict.fromkeys(row["layers"] for result in results for row in result["rows"]))
     lines = [f"| layers | {' | '.join(result['model'] for result in results)} |", "|---" * (len(results) + 1) + "|"]
@@ -105,7 +105,7 @@ def layer_subsets() -> str:
             cells.append(" / ".join(shown))
         lines.append(f"| {name} | {' | '.join(cells)} |")
     note = (
-        f"Correlation of a few layers' reward with that of all, within a step, and the share of the whole tape that these layers keep. Means over {results[0]['steps'] - 21} steps, early in training "
+        f"Correlation of a few layers' reward with the reward of all, within a step, and the share of the whole tape that these layers keep. Means over {results[0]['steps'] - 21} steps, early in training "
         "on CIFAR-10 and on text (`python -m benchmarks.layer_subsets`)."
     )
     return "\n".join([note, "", *lines])
@@ -139,7 +139,7 @@ def in_full() -> str:
 
 
 def pages() -> dict[Path, str]:
-    """What the pages should be."""
+    """The pages, with the tables of the committed numbers."""
     contents = {
         PROJECT / "README.md": in_brief(),
         PROJECT / "docs" / "cost.md": all_modes(),

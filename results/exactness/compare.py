@@ -161,7 +161,7 @@ def table() -> str:
 
 
 def pages() -> dict[Path, str]:
-    """What the two pages should be."""
+    """The two pages, with the tables of the committed numbers."""
     contents = {HERE.parent.parent / "README.md": in_brief(), HERE / "README.md": table()}
     return {path: with_block(path.read_text(), COMMAND, content) for path, content in contents.items()}
 

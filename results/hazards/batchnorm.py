@@ -1,10 +1,10 @@
-"""What BatchNorm does to per-example rewards: by path (what inloop pays) against by loss, on the digits.
+"""The effect of BatchNorm on per-example rewards: by path (as in inloop) against by loss, on the digits.
 
     python results/hazards/batchnorm.py
 
-writes batchnorm.json beside this file. After 100 steps of training, one batch is judged by the gradient of the next, once as what
-flows through each example's own activations (by path), once as the gradient of each example's own loss (by loss). Without
-BatchNorm the two are equal. The difference is given as a share of the rewards' norm; the rewards of one batch are kept for the figure.
+writes batchnorm.json beside this file. After 100 steps of training, the gradient of the next batch rewards one batch: once the
+gradient through each example's own activations (by path), once the gradient of each example's own loss (by loss). Without
+BatchNorm the two are equal. The difference is a share of the rewards' norm; the figure shows the rewards of one batch.
 """
 
 import json

@@ -1,14 +1,14 @@
-"""Sources that are different, not bad: what a learner does to them, and what that does to the model.
+"""Sources that are different, not bad: their shares under a learner, and the effect on the model.
 
     python results/hazards/different.py digits
     python results/hazards/different.py text FOLDER      a .txt file for each source
 
-writes digits.json or text.json beside this file, run by run; what is there already is not run again.
+writes digits.json or text.json beside this file, run by run; runs in it are not repeated.
 
-Digits: ten sources, of which three are turned by ninety degrees, all with right labels; or each the images of one digit; or
-three that say the opposite of the others (labels moved by one), so that no model can serve both. Text: a language model on
-bytes; sources are the files, and one more that holds bytes of the first in random order. Uniform sampling is the arm to
-compare with: it uses all sources alike.
+Digits: ten sources with right labels, three of them turned by ninety degrees; or one digit in each source; or three sources
+that contradict the others (labels moved by one), so that no model can serve both. Text: a language model on bytes; each file
+is a source, and one more source holds the bytes of the first in random order. Uniform sampling is the arm to compare with:
+it uses all sources alike.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def make_policy(arm: str, num_sources: int) -> inloop.Policy:
 
 
 def train(problem: Problem, arm: str, seed: int) -> dict:
-    """One run: shares at the end, who was called bad, and the held-out loss and accuracy on each source."""
+    """One run: shares at the end, the sources called bad, and the held-out loss and accuracy on each source."""
     torch.manual_seed(seed)
     model = problem.make_model()
     optimizer = problem.make_optimizer(model)
@@ -67,7 +67,7 @@ def train(problem: Problem, arm: str, seed: int) -> dict:
     share = max(1, problem.batch // len(problem.sources))
 
     def held_out_loss() -> Tensor:
-        """On as many held-out examples of each source that may judge, drawn anew each time."""
+        """The loss on equally many held-out examples of each judging source, drawn anew each time."""
         sets = [problem.held_out[k] for k in problem.judges]
         rows = [torch.randint(len(x), (share,)) for x, _ in sets]
         x, y = (torch.cat([s[i][r] for s, r in zip(sets, rows, strict=True)]) for i in (0, 1))

@@ -1,9 +1,9 @@
-"""Two sources, one of them partly mislabelled and larger than the other: what the next batch, and what a validation set, makes of it.
+"""Two sources, one of them partly mislabelled and larger than the other, judged by the next batch and by a validation set.
 
     python results/hazards/few_sources.py digits|cifar10 [--seeds 5]
 
-writes few-sources-DATA.json beside this file, run by run; what is there already is not run again. The smaller source has right labels; of the
-other a share has random ones. A tenth as many examples as are trained on, with right labels, are the validation set; as many others are tested on.
+writes few-sources-DATA.json beside this file, run by run; runs in it are not repeated. The smaller source has right labels; a share of the
+other's is random. The validation set has right labels and a tenth as many examples as are trained on; the test set is as large.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def perceptron() -> nn.Module:
 
 
 def load(data: str) -> tuple[Tensor, Tensor, int]:
-    """Images, labels, and how many of them the smaller source has."""
+    """Images, labels, and the size of the smaller source."""
     if data == "digits":
         return *digits(), 360
     images = load_data("cifar10")

@@ -34,7 +34,7 @@ def mean_over(runs: list[dict], value: str, sources: list[int]) -> float:
 
 
 def row(kind: str, arm: str, runs: list[dict]) -> str:
-    """Shares and held-out quality of the odd sources and of the others, and who was called bad."""
+    """Shares and held-out quality of the odd sources and of the others, and the sources called bad."""
     odd = list(ODD[kind])
     others = [k for k in range(len(runs[0]["shares"])) if k not in odd]
     quality, digits = ("held_out_loss", 2) if kind == "text" else ("held_out_accuracy", 3)
@@ -77,11 +77,11 @@ def who_was_called_bad(runs: list[dict]) -> str:
     """By name, over all arms and seeds."""
     times = Counter(run["names"][source] for run in runs for source in run["named"])
     parts = [f"{name} in {count}" for name, count in times.most_common()]
-    return f"Called bad in so many of the {len(runs)} runs: {', '.join(parts)}."
+    return f"Called bad, of {len(runs)} runs: {', '.join(parts)}."
 
 
 def few_sources(data: str) -> str:
-    """Two sources, one partly mislabelled: what the next batch and what a validation set make of it."""
+    """Two sources, one partly mislabelled, judged by the next batch and by a validation set."""
     runs = read(f"few-sources-{data}")
     lines = [
         "| wrong labels | judge | share of the source at the end: mean (largest) | called bad | accuracy |",
@@ -103,9 +103,9 @@ def few_sources(data: str) -> str:
 
 def few() -> str:
     return (
-        "Digits, a perceptron; 360 images with right labels, 1,139 of which a share has random ones.\n\n"
+        "Digits, a perceptron; 360 images with right labels, 1,139 with a share of random ones.\n\n"
         f"{few_sources('digits')}\n\n"
-        "CIFAR-10, a small convolutional network with BatchNorm, Adam; 5,000 images with right labels, 15,000 of which a share has random ones.\n\n"
+        "CIFAR-10, a small convolutional network with BatchNorm, Adam; 5,000 images with right labels, 15,000 with a share of random ones.\n\n"
         f"{few_sources('cifar10')}"
     )
 
@@ -155,7 +155,7 @@ def figure() -> Figure:
         by_path, by_loss = next(run["rewards"] for run in runs if run["network"] == network and run["batch"] == 64)
         axis.axline((0, 0), slope=1, color="#999999", linewidth=0.8)
         axis.scatter(by_loss, by_path, s=14, color="#0b6e99", alpha=0.7)
-        axis.set(title=title, xlabel="reward by loss", ylabel="reward by path (paid)")
+        axis.set(title=title, xlabel="reward by loss", ylabel="reward by path (inloop)")
     for network, colour in (("fc", "#777777"), ("fc-bn", "#c1272d")):
         points = [(run["batch"], run["difference"]) for run in runs if run["network"] == network]
         axes[2].plot(*zip(*points, strict=True), marker="o", color=colour, label=network)
@@ -167,7 +167,7 @@ def figure() -> Figure:
 
 
 def pages() -> dict[Path, str]:
-    """What the two pages, and the figure, should be."""
+    """The two pages and the figure, from the committed numbers."""
     own, guide = HERE / "README.md", DOCS / "when-not-to-use-it.md"
     titles = {
         "different": "Sources that are different",

@@ -22,15 +22,15 @@ OTHER_NOISE = {
     for reward in ("gar", "none", "oracle")
 }
 READINGS = {
-    "reading-cnn-bn-linear": "2 x 2 average, linear layer's part only",
+    "reading-cnn-bn-linear": "2 x 2 average, linear layer only",
     "reading-cnn-bn-literal-all": "map at its full size, all layers",
     "reading-cnn-bn-maxpool-all": "2 x 2 maximum, all layers",
     "reading-cnn-bn-stride2-all": "stride 2, all layers",
-    "reading-cnn-bn-stride2-linear": "stride 2, linear layer's part only",
+    "reading-cnn-bn-stride2-linear": "stride 2, linear layer only",
     "reading-cnn-bn-stride3-all": "stride 3, all layers",
-    "reading-cnn-bn-stride3-linear": "stride 3, linear layer's part only",
+    "reading-cnn-bn-stride3-linear": "stride 3, linear layer only",
     "reading-cnn-bn-detached-all": "BatchNorm's statistics constant, all layers",
-    "reading-cnn-bn-detached-linear": "BatchNorm's statistics constant, linear layer's part only",
+    "reading-cnn-bn-detached-linear": "BatchNorm's statistics constant, linear layer only",
 }
 STUDIES = {
     "fc-bn-gar": "as in Table 1: batch 1,000, 10 splits, judged by the next batch (10 seeds)",
@@ -85,12 +85,12 @@ def main_table() -> str:
         for reward in ("gar", "nslr", "loss", "exp3", "none", "oracle")
         if network != "cnn-bn" or reward not in ("loss", "exp3")  # not run
     ]
-    linear = row("cnn-bn-gar-linear", "cnn-bn, gar, linear layer's part only", PAPER["cnn-bn", "gar"])
+    linear = row("cnn-bn-gar-linear", "cnn-bn, gar, linear layer only", PAPER["cnn-bn", "gar"])
     return table([*rows, linear])
 
 
 def mean_share(run: dict) -> str:
-    """Of the noisy split over training: its area, without the factor that makes it 0.90 for equal use."""
+    """The noisy split's share over training: its area, without the factor that makes it 0.90 for equal use."""
     shares = [result["noisy_area"] / (len(result["areas"]) - 1) for result in run["results"]]
     return show_interval(*mean_and_interval(shares))
 
@@ -104,7 +104,7 @@ def called_bad(run: dict) -> str:
 
 
 def in_brief() -> str:
-    """One network, and what the simple ways do to it."""
+    """One network, with the learned mixture and the simple ones."""
     labels = {
         "gar": "learned by gradient alignment (`gar`)",
         "none": "uniform",
@@ -144,7 +144,7 @@ def figure() -> str:
 
 
 def other_noise() -> str:
-    """What is said of noise that is not in the paper."""
+    """The results on noise that is not in the paper."""
     human, images = read("fc-bn-gar-human"), read("fc-bn-gar-images")
     named = sum(0 in result["named"] for result in human["results"])
     return (
@@ -155,7 +155,7 @@ def other_noise() -> str:
 
 
 def nslr_moves() -> str:
-    """That NSLR's policy is not simply stuck: the areas of single splits in single seeds."""
+    """NSLR's policy is not simply stuck: the areas of single splits in single seeds."""
     run = read("fc-bn-nslr")
     all_areas = [area for result in run["results"] for area in result["areas"]]
     noisiest = sum(result["areas"][0] == min(result["areas"]) for result in run["results"])
@@ -180,7 +180,7 @@ def other_tables() -> str:
 
 
 def pages() -> dict[Path, str]:
-    """What the pages, and the figure, should be."""
+    """The pages and the figure, from the committed numbers."""
     everything = f"## Table 1 of the paper\n\n{main_table()}\n\n{nslr_moves()}\n\n{other_tables()}".rstrip()
     contents = {
         ROOT / "README.md": in_brief(),

@@ -10,10 +10,10 @@ from inloop.alignment import capture as capture
 from inloop.checking import Check as Check
 from inloop.checking import check as check
 
-# what a run leaves behind
+# files of a run
 from inloop.checkpoints import Checkpoints as Checkpoints
 
-# what everything raises
+# the base of all errors
 from inloop.errors import InloopError as InloopError
 
 # learning a distribution while a model trains

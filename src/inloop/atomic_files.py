@@ -1,4 +1,4 @@
-"""Files that are replaced at once, or not at all."""
+"""Files that are replaced whole, or not at all."""
 
 import os
 from collections.abc import Callable
@@ -9,10 +9,10 @@ from inloop.errors import FileWriteError
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write beside the old file, make sure it is on disk, then take its place.
+    """Write a new file beside the old one, bring it to disk, then replace the old one.
 
     Raises:
-        FileWriteError: If that is not possible; what was there before is unchanged.
+        FileWriteError: If the write fails; the old file is unchanged.
     """
     temporary = path.with_name(path.name + ".new")
     try:
@@ -24,7 +24,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as a RuntimeError
         temporary.unlink(missing_ok=True)
         reason = str(error).splitlines()[0]
-        raise FileWriteError(f"{path} could not be written ({reason}); what was there before is unchanged.") from None
+        raise FileWriteError(f"{path} could not be written ({reason}); the old file is unchanged.") from None
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

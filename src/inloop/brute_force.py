@@ -19,14 +19,14 @@ _SMALL = 1e-3  # a parameter's contributions below this share of the largest are
 
 @dataclass(frozen=True)
 class Row:
-    """What is known of one parameter.
+    """The comparison of one parameter.
 
     Attributes:
         rule: How it is aligned.
         relative_error: Largest difference to brute force, as a share of the parameter's largest contribution; None if not counted.
-        bytes_per_example: What is kept of each example until the next step.
-        cost: Share of the time that the rewards take.
-        note: Why it is not counted, or what it costs; empty if there is nothing to say.
+        bytes_per_example: Memory of each example's record until the next step.
+        cost: Share of the rewards' time.
+        note: Why it is not counted, or a remark on its cost; may be empty.
     """
 
     parameter: str
@@ -84,7 +84,7 @@ def _brute_force(losses_N: Tensor, named: dict[str, nn.Parameter], direction: di
 def _costs(tape: Tape, direction: dict[str, Tensor]) -> dict[str, tuple[str, float, float]]:
     """By parameter: how it is aligned, bytes kept of an example, and its share of the time.
 
-    What a call keeps and takes is divided among its parameters by their size.
+    A call's memory and time are divided among its parameters by their size.
     """
     rules: dict[str, set[str]] = {}
     sizes: dict[str, float] = {}
@@ -114,5 +114,5 @@ def _note(model: nn.Module, name: str, parameter: nn.Parameter, rule: str, brute
         return "not counted; pass batchnorm_affine=True to count it"
     if not rule:
         used = brute is not None and bool(brute.any())
-        return "not counted (layers=)" if used else "has no part in the loss"
+        return "not counted (layers=)" if used else "does not enter the loss"
     return "costs a forward and two backward passes" if "run again" in rule or "operation" in rule else ""

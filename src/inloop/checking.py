@@ -1,6 +1,6 @@
-"""Is the alignment of this model exact? Every parameter against brute force, and what each costs.
+"""Is the alignment of this model exact? Compares every parameter with brute force, and measures its cost.
 
-Brute force is one backward pass for each of a few examples. Where the model allows it, both are done in float64, on a copy.
+Brute force is one backward pass for each of a few examples. Where the model allows it, both run in float64, on a copy.
 """
 
 import copy
@@ -19,13 +19,13 @@ from inloop.brute_force import Losses, Row, compare
 from inloop.errors import InloopError, UsageError
 
 _HOW_THEY_DIFFER = (
-    "{} of {} parameters differ from brute force, the worst is '{}' ({}) by {:.1e} of its largest contribution. All examples together "
-    "are right, so what one contributes is counted for another: examples interact (a contrastive loss, mixup, statistics over the "
-    "batch), or a rule of your own is wrong, or the rows of that layer are not the examples in their order. Fix: give each "
+    "{} of {} parameters differ from brute force, the worst is '{}' ({}) by {:.1e} of its largest contribution. The sum over examples "
+    "is right, so one example's contribution counts for another: examples interact (a contrastive loss, mixup, statistics over the "
+    "batch), a rule of your own is wrong, or the rows of that layer are not the examples in their order. Fix: give each "
     "example a loss of its own, keep examples on the first axis, or leave the layer out with layers=."
 )
 _HOW_THEY_COST = (
-    "{:.0%} of the rewards' time goes to modules without a rule of their own ({}), which are run again. It is exact; if it is too "
+    "{:.0%} of the rewards' time goes to modules without a rule of their own ({}): inloop runs them again. This is exact; if it is too "
     "slow, register a rule (inloop.alignment_rule) or leave them out with layers=."
 )
 
@@ -35,9 +35,9 @@ class Check:
     """The result of :func:`check`.
 
     Attributes:
-        dtype: In which precision the two were compared.
-        problems: What is wrong, each with what to do; empty if all is well.
-        warnings: What one should know.
+        dtype: The precision of the comparison.
+        problems: The errors, each with its fix; empty if the alignment is exact.
+        warnings: Remarks that are no errors.
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Check:
 
     @property
     def max_relative_error(self) -> float:
-        """Over all parameters; nan if nothing could be compared."""
+        """The largest error of all parameters; nan if none could be compared."""
         errors = [row.relative_error for row in self.rows if row.relative_error is not None]
         return max(errors, default=float("nan"))
 
@@ -58,7 +58,7 @@ class Check:
         return not self.problems
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The result as plain values, for JSON."""
         error = None if math.isnan(self.max_relative_error) else self.max_relative_error
         return {"ok": self.ok, "max_relative_error": error} | asdict(self)
 
@@ -72,12 +72,12 @@ def check(
     layers: LayerFilter | None = None,
     batchnorm_affine: bool = False,
 ) -> Check:
-    """Compare the rewards of a few examples with brute force, parameter by parameter. The model is left as it is.
+    """Compare the rewards of a few examples with brute force, parameter by parameter. The model stays unchanged.
 
     Args:
         batch: Whatever ``losses`` takes; tensors in it, in tuples, lists or dicts, have the examples on their first axis.
         losses: ``losses(model, batch)`` gives one loss for each example, [N].
-        num_examples: How many examples of the batch to use, at least 2: whether they interact cannot be seen in one.
+        num_examples: Examples of the batch to use, at least 2: one alone cannot show whether examples interact.
         layers, batchnorm_affine: As in :func:`inloop.capture`.
 
     Example:
@@ -95,8 +95,8 @@ def check(
         replica.get_submodule(name).eval()
     if norms:
         warnings.append(
-            f"BatchNorm in training mode ('{norms[0]}'{f' and {len(norms) - 1} more' if norms[1:] else ''}) mixes the examples of a batch. Rewards are then a "
-            "decomposition of the batch's gradient that adds up to it, not derivatives of single losses. Compared here with it "
+            f"BatchNorm in training mode ('{norms[0]}'{f' and {len(norms) - 1} more' if norms[1:] else ''}) mixes the examples of a batch. Rewards then "
+            "decompose the batch's gradient and add up to it, but are no derivatives of single losses. This check puts BatchNorm "
             "in eval mode."
         )
     options: dict[str, Any] = {"layers": layers, "batchnorm_affine": batchnorm_affine}
@@ -105,16 +105,18 @@ def check(
         if in_float64.ok or not _leaves_float64(*_in_float64(replica, few), losses):
             return replace(in_float64, num_examples=num_examples, warnings=warnings + in_float64.warnings)
         warnings.append(
-            "A part of it is computed in less than float64, whatever it is given; compared in its own precision."
+            "The model computes something in less than float64, whatever its inputs; compared in its own precision."
         )
     except (RuntimeError, TypeError) as error:
-        warnings.append(f"Could not be run in float64 ({str(error).splitlines()[0]}); compared in its own precision.")
+        warnings.append(
+            f"The model does not run in float64 ({str(error).splitlines()[0]}); compared in its own precision."
+        )
     as_it_is = _compared(copy.deepcopy(replica), few, losses, options)
     return replace(as_it_is, num_examples=num_examples, warnings=warnings + as_it_is.warnings)
 
 
 def _compared(model: nn.Module, batch: Any, losses: Losses, options: dict[str, Any]) -> Check:
-    """In the precision that they have."""
+    """Compare in the model's own precision."""
     try:
         with torch.random.fork_rng(devices=[]):
             rows, dtype = compare(model, batch, losses, options)
@@ -124,14 +126,14 @@ def _compared(model: nn.Module, batch: Any, losses: Losses, options: dict[str, A
 
 
 def _first(model: nn.Module, batch: Any, losses: Losses, num_examples: int) -> tuple[Any, int]:
-    """The first examples of the batch, and how many they are."""
+    """The first examples of the batch, and their number."""
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         values = losses(copy.deepcopy(model), batch)
     if not isinstance(values, Tensor) or values.dim() != 1:
         got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
         raise UsageError(
-            f"losses(model, batch) gave {got}; one loss for each example, a tensor of shape [N], is needed: reduction='none', and a mean "
-            "or sum over whatever an example has besides (tokens)."
+            f"losses(model, batch) gave {got}; one loss for each example, a tensor of shape [N], is needed. Fix: reduction='none', and a "
+            "mean or sum over an example's other axes (tokens)."
         )
     count = len(values)
     if count < 2:
@@ -141,7 +143,7 @@ def _first(model: nn.Module, batch: Any, losses: Losses, num_examples: int) -> t
 
 
 def _in_float64(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
-    """Copies of both."""
+    """Copies of model and batch in float64."""
     precise = tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, batch)
     return copy.deepcopy(model).double(), precise
 

@@ -1,7 +1,7 @@
-"""Checkpoints that survive: whole or not there at all, and never code.
+"""Checkpoints: written whole or not at all, and without code.
 
-A file is a line of text, ``inloop checkpoint 1 <sha256 of the rest>``, and then what ``torch.save`` writes. It is written beside its place
-and moved there when it is on disk, so that a kill or a full disk leaves the one before. Reading checks the digest and unpacks tensors,
+A file is a line of text, ``inloop checkpoint 1 <sha256 of the rest>``, and then the output of ``torch.save``. It is written beside its place
+and moved there when it is on disk, so that a kill or a full disk leaves the old file. Reading checks the digest and unpacks tensors,
 numbers, strings and containers only.
 """
 
@@ -27,8 +27,8 @@ class Checkpoints:
     """The newest few checkpoints of a run, by step, in a folder of their own.
 
     Args:
-        folder: Made if it is not there.
-        keep: How many to keep.
+        folder: Made if it is missing.
+        keep: The number of checkpoints to keep.
 
     Example:
         >>> import tempfile
@@ -43,32 +43,32 @@ class Checkpoints:
 
     def __init__(self, folder: str | Path, keep: int = 2) -> None:
         if keep < 1:
-            raise UsageError(f"keep={keep}: allowed are whole numbers from 1; 2 leave one to go back to.")
+            raise UsageError(f"keep={keep}: allowed are whole numbers from 1; with 2 there is one to go back to.")
         self.folder = Path(folder)
         self.keep = keep
 
     def steps(self) -> list[int]:
-        """Of the checkpoints that there are, oldest first."""
+        """The steps that have a checkpoint, oldest first."""
         names = (re.fullmatch(r"step-(\d+)\.pt", path.name) for path in self.folder.glob("step-*.pt"))
         return sorted(int(name[1]) for name in names if name)
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of a step is, or would be."""
+        """The path of a step's checkpoint, even if there is none."""
         return self.folder / f"step-{step:08d}.pt"
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
-        """Keep ``state`` (the state_dicts of model, optimizer, learner, loader, ...) as of ``step``, and drop the oldest.
+        """Save ``state`` (the state_dicts of model, optimizer, learner, loader, ...) of ``step``, and delete the oldest.
 
-        If there are some of later steps, the run has gone back, and they are dropped. Of several processes the first one writes.
+        Checkpoints of later steps are deleted, too: the run has gone back. Of several processes only the first writes.
 
         Raises:
-            CheckpointError: If something in it could not be read again.
+            CheckpointError: If ``state`` holds something that could not be read again.
         """
         if rank() != 0:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         write_checkpoint(self.path(step), dict(state))
-        for later in (one for one in self.steps() if one > step):  # of a run that has gone back since
+        for later in (one for one in self.steps() if one > step):  # the run has gone back
             self.path(later).unlink(missing_ok=True)
         for old in self.steps()[: -self.keep]:
             self.path(old).unlink(missing_ok=True)
@@ -77,7 +77,7 @@ class Checkpoints:
         """Step and state of the newest checkpoint, or of the one of ``step``; None if there is none yet.
 
         Raises:
-            CheckpointError: If it is damaged, or none of ours; naming the one before it, if that is whole.
+            CheckpointError: If it is damaged, or not written by inloop; the message names the last whole one before it.
         """
         steps = self.steps()
         if step is None and not steps:
@@ -101,10 +101,10 @@ class Checkpoints:
 
 
 def write_checkpoint(path: Path, state: dict[str, Any]) -> None:
-    """Put ``state`` in the place of ``path``, at once."""
+    """Write ``state`` to ``path``, atomically."""
     content = io.BytesIO()
     torch.save(state, content)
-    _unpacked(content.getbuffer(), path)  # rather now than when it is needed
+    _unpacked(content.getbuffer(), path)  # fails here rather than when a run continues
     digest = hashlib.sha256(content.getbuffer()).hexdigest()
 
     def write(file: BinaryIO) -> None:
@@ -115,10 +115,10 @@ def write_checkpoint(path: Path, state: dict[str, Any]) -> None:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """What :func:`write_checkpoint` has written.
+    """The state that :func:`write_checkpoint` wrote.
 
     Raises:
-        CheckpointError: If it is not there, damaged, or none of ours.
+        CheckpointError: If the file is missing, damaged, or not written by inloop.
     """
     try:
         content = path.read_bytes()
@@ -131,7 +131,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} has the format {int(header[1])}; this version of inloop reads {_FORMAT}.")
     rest = memoryview(content)[header.end() :]
     if hashlib.sha256(rest).hexdigest().encode() != header[2]:
-        raise CheckpointError(f"{path} is damaged: its content does not have the digest that it was written with.")
+        raise CheckpointError(f"{path} is damaged: its content does not have the digest of its first line.")
     return _unpacked(rest, path)
 
 
@@ -141,7 +141,7 @@ def _unpacked(content: memoryview, path: Path) -> dict[str, Any]:
     except pickle.UnpicklingError as error:
         reason = str(error).split("\n")[0]
         raise CheckpointError(
-            f"{path}: the state has something other than tensors, numbers, strings and containers of them, which is not read, as it might execute "
-            f"code ({reason}). Fix: turn it into those (float(x), array.tolist(), str(path))."
+            f"{path}: the state has something other than tensors, numbers, strings and containers of them; reading that might execute code "
+            f"({reason}). Fix: convert it (float(x), array.tolist(), str(path))."
         ) from None
     return state

@@ -1,10 +1,10 @@
-"""Several processes that train one model, each on its part of every batch: what they tell each other.
+"""The messages between processes that train one model, each on its share of every batch.
 
-With W processes a batch of N examples is divided into parts of N_1, ..., N_W, in the order of the processes. Each of them draws the
-choices for all N from a common generator and keeps its part, rewards its own examples, and learns the rewards of all: so every
-process makes the same update to its copy of the policy. In a single process everything here is the identity.
+W processes divide a batch of N examples into N_1, ..., N_W, in the order of the processes. Each process draws the choices for all N
+from a common generator, keeps and rewards its own, and receives the rewards of all. So every process makes the same update to its
+copy of the policy. In a single process every function here is the identity.
 
-What passes between processes is counted in ``traffic``.
+``traffic`` counts the messages.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ from inloop.errors import LostProcessError, UsageError
 
 @dataclass
 class Traffic:
-    """What this process has received of the others so far, for the learner."""
+    """The messages and bytes that this process has received so far, for the learner."""
 
     messages: int = 0
     bytes: int = 0
@@ -62,8 +62,8 @@ def gather_rows(rows: Tensor, counts: Sequence[int]) -> Tensor:
     """The rows of all processes, [N_1 + ... + N_W, ...], in their order.
 
     Args:
-        rows: Those of this process, on any device.
-        counts: How many each process has.
+        rows: The rows of this process, on any device.
+        counts: The number of rows of each process.
     """
     if not is_distributed():
         return rows
@@ -77,12 +77,12 @@ def gather_rows(rows: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def sum_over_processes(values: Tensor) -> Tensor:
-    """Element by element."""
+    """The sum over all processes, element by element."""
     return gather_rows(values.unsqueeze(0), [1] * world_size()).sum(dim=0)
 
 
 def average_gradient(gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-    """Of all processes: what DDP does to gradients of a backward pass, for those that were computed without one."""
+    """The mean over all processes, for gradients that no backward pass of DDP has averaged."""
     if not is_distributed():
         return dict(gradients)
     averaged: dict[str, Tensor | None] = {}
@@ -99,7 +99,7 @@ def average_gradient(gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor
 
 
 def begin_alike(generator: torch.Generator, module: nn.Module | None = None) -> None:
-    """Give all processes the random state, and the parameters, of the first: their seeds may well differ."""
+    """Give all processes the random state and the parameters of the first: their seeds may differ."""
     if not is_distributed():
         return
     tensors = [
@@ -116,7 +116,7 @@ def begin_alike(generator: torch.Generator, module: nn.Module | None = None) -> 
 
 
 def is_sharded(tensor: Tensor | None) -> bool:
-    """Whether each process holds a part of it (a DTensor, as of ``fully_shard``)."""
+    """Whether each process holds a shard of it (a DTensor, as of ``fully_shard``)."""
     return hasattr(tensor, "full_tensor")
 
 
@@ -131,20 +131,20 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor."""
+    """This process's shard of a sharded tensor; any other as it is."""
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's model in DistributedDataParallel.
+    """The user's model without its DistributedDataParallel.
 
     Raises:
-        UsageError: For wrappers that divide a model or a batch in a way that cannot be followed.
+        UsageError: For wrappers that divide a model or a batch in a way that inloop cannot follow.
     """
     kind = type(model).__name__
     if isinstance(model, nn.DataParallel):
         raise UsageError(
-            "The model is in nn.DataParallel, whose copies cannot be followed. Fix: use DistributedDataParallel."
+            "The model is in nn.DataParallel: inloop cannot follow its copies. Fix: use DistributedDataParallel."
         )
     for name, part in model.named_modules():
         if type(part).__name__ == "FullyShardedDataParallel":
@@ -162,13 +162,13 @@ def _others_may_be_gone() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise LostProcessError(
-            f"Process {rank()} of {world_size()} could not reach the others. One of them has probably ended, and its own message says why. "
+            f"Process {rank()} of {world_size()} could not reach the others. One of them has probably ended; its own message says why. "
             "Fix: start all of them again from the last checkpoint; torchrun --max-restarts=N does so by itself."
         ) from error
 
 
 def _control_group() -> Any:
-    """For small tensors in main memory: the default group if its backend takes them, else one of our own."""
+    """The group for small tensors in main memory: the default group if its backend takes them, else a group of inloop's own."""
     return None if "gloo" in str(dist.get_backend_config()) else _own_group(dist.group.WORLD)
 
 

@@ -1,4 +1,4 @@
-"""What inloop raises. Every message says what was got, what is allowed, and how to fix it."""
+"""The errors of inloop. Every message names the value, the allowed values, and the fix."""
 
 
 class InloopError(Exception):
@@ -6,7 +6,7 @@ class InloopError(Exception):
 
 
 class UsageError(InloopError, ValueError):
-    """An argument or an order of calls that cannot mean anything."""
+    """An argument, or an order of calls, without a meaning."""
 
 
 class UnsupportedLayerError(InloopError, NotImplementedError):
@@ -18,11 +18,11 @@ class DirectionError(InloopError, ValueError):
 
 
 class BatchSizeError(InloopError, ValueError):
-    """Layers, or layers and actions, that disagree on how many examples the batch holds."""
+    """Layers, or layers and actions, that disagree on the number of examples in the batch."""
 
 
 class OverwrittenTensorError(InloopError, RuntimeError):
-    """A recorded tensor that was changed in place before it was used."""
+    """A recorded tensor that changed in place before its use."""
 
 
 class VerificationError(InloopError, RuntimeError):
@@ -34,8 +34,8 @@ class LostProcessError(InloopError, RuntimeError):
 
 
 class FileWriteError(InloopError):
-    """A file that could not be written; what was there before is still there."""
+    """A file that could not be written; the old file is unchanged."""
 
 
 class CheckpointError(InloopError):
-    """A checkpoint that is not there, damaged, or none of ours."""
+    """A checkpoint that is missing, damaged, or not written by inloop."""

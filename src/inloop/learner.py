@@ -12,42 +12,25 @@ in what is sampled for step t+2. Recording opens when a batch is announced (``sa
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import fields
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from inloop.alignment import Direction, Recording, Tape, gradients_of
-from inloop.distributed import unwrapped, world_size
+from inloop.alignment import Recording
+from inloop.distributed import is_distributed, unwrapped, world_size
 from inloop.errors import UsageError, VerificationError
 from inloop.policies import Actions, Policy
 from inloop.randomness import default_generator
 from inloop.recording import StepRecorder
 from inloop.references import HeldOutLoss, Reference, as_reference
-from inloop.refusals import (
-    agree,
-    as_number,
-    gradient_norm,
-    refuse_changed_model,
-    refuse_cleared_passes,
-    refuse_missing_gradients,
-    refuse_missing_tape,
-    refuse_other_batch_sizes,
-    refuse_other_losses,
-    refuse_other_parts,
-    refuse_state_of_other,
-    scale_of,
-    warn_of_coupled_examples,
-    warn_once,
-    what_is_not_finite,
-)
-from inloop.report import StepReport, describe_collapse, summarise_rewards
+from inloop.refusals import as_number, refuse_state_of_other, refuse_useless_options, scale_of, warn_of_coupled_examples
+from inloop.report import Reporter, StepReport, summarise_rewards
 from inloop.rewards import Reward, as_reward
 from inloop.sampler import Sampler
-from inloop.step import Draw, Judge, Step
-from inloop.updates import Reinforce, Update, Watch
+from inloop.step import Draw
+from inloop.updates import Update, Watch, as_update
 
 log = logging.getLogger("inloop")
 _STATE = {"policy", "update", "generator", "num_steps", "num_dropped", "draws", "reference", "recording"}
@@ -111,24 +94,25 @@ class InLoop:
         self.model = model = unwrapped(model)
         self.policy = policy
         self.reward = as_reward(reward)
-        _refuse_useless_options(self.reward, part, record)
+        refuse_useless_options(self.reward, part, record)
         self.reference = as_reference(reference)
-        self.reference.attach(model, self.reward)
-        self.update = _as_update(update, policy)
-        self.update.attach(policy, self.reward)
+        self.update = as_update(update, policy)
         self.interleave = interleave
         self.part = part
         self.num_steps = 0
-        self.num_dropped = 0
         self._sampler = Sampler(policy, generator or default_generator("sampling of actions"))
-        self._dropped_in_a_row = 0
-        self._abandoned_in_a_row = 0
+        self._reporter = Reporter(policy, self.reference.is_training_data and not isinstance(self.update, Watch))
         self._rewarded_since_saved = True
-        self._was_collapsing = False
         self._num_pauses = 0
         self._closed = False
         early = self.reward.may_align_early() and self.reference.is_next_gradient
         self._recorder = StepRecorder(model, record, self.reward.needs_tape, early)
+        with ExitStack() as undo:  # a learner that is refused leaves nothing behind
+            undo.callback(self._recorder.remove)
+            self.reference.attach(model, self.reward)
+            undo.callback(self.reference.detach)
+            self.update.attach(policy, self.reward)
+            undo.pop_all()
         if self.reward.needs_tape:
             warn_of_coupled_examples(model)
 
@@ -173,94 +157,32 @@ class InLoop:
             self.reference.drop()
             self.skip()
             raise
-        self._abandoned_in_a_row = 0
         self._sampler.waiting = []
         for call in self.callbacks:
             call(report)
         return report
 
     def _step(self, loss: float, draws: list[Draw], scale: float, losses_N: Tensor | None) -> StepReport:
-        gradients = gradients_of(self.model)
-        norm = gradient_norm(gradients)
-        tape = self._finish_recording(draws, gradients, norm)
-        refuse_other_losses(losses_N, draws)
-        step = Step(draws, tape, None if losses_N is None else losses_N.detach(), scale)
-        verify = self._recorder.wants_verification(tape)
-        agreed = agree(loss, norm, verify, self.num_steps, self._sampler.shared(draws) if world_size() > 1 else ())
+        shared = self._sampler.shared(draws) if is_distributed() else ()
+        finished = self._recorder.finish(draws, loss, scale, losses_N, self.reference, (self.num_steps, shared))
         self.num_steps += 1
         lag = max([self.update.version - draw.version for draw in draws])
-        problem = what_is_not_finite(self.model, agreed.loss, gradients, agreed.norm)
-        waiting = None if self.reference.waiting is None else self.reference.waiting.tape
-        if problem is None:
-            problem = self._recorder.problem_of(tape, waiting, gradients, agreed.verifies)
-        if problem:
+        if finished.problem is not None:
             self.reference.drop()
-            step.release()
-            return self._report(lag, dropped=problem)
-        rewarded, judge = self.reference.match(step, Judge(gradients, agreed.loss, scale))
-        if tape is not None:
-            tape.own_parameters()
-        if rewarded is None or not rewarded.draws or not any([draw.num_everyone for draw in rewarded.draws]):
-            return self._report(lag)
-        return self._report(lag, **self._reward(rewarded, judge))
-
-    def _reward(self, step: Step, judge: Judge) -> dict[str, Any]:
-        """Reward the examples of a step, and move the policy; returns what to report of it."""
-        rewards_N = step.gather_rewards(self.reward(step, judge))
+            finished.step.release()
+            return self._reporter.report(self.num_steps, lag, dropped=finished.problem)
+        step, judge = self.reference.match(finished.step, finished.judge)  # step t-1 is judged by g_t = ∇L_t(θ_t)
+        finished.step.own_parameters()
+        if step is None or step.is_empty:
+            return self._reporter.report(self.num_steps, lag)
+        rewards_N = step.gather_rewards(self.reward(step, judge))  # r_i = <∇l_i(θ_{t-1}), g_t>
         step.release()
         self._rewarded_since_saved = True
         if not bool(rewards_N.isfinite().all()):
-            return {"dropped": "a reward is not finite"}
-        updated = self.update.add(step.draws, rewards_N)
-        return {"updated": updated, **summarise_rewards(self.policy, step.draws, rewards_N)}
-
-    def _report(self, lag: int, dropped: str | None = None, **rewards: Any) -> StepReport:
-        self._dropped_in_a_row = 0 if dropped is None else self._dropped_in_a_row + 1
-        if dropped is not None:
-            self.num_dropped += 1
-            if _is_power_of_two(self._dropped_in_a_row):
-                log.warning(
-                    "inloop: step %d: %s; dropped (%d so far), the policy stays",
-                    self.num_steps,
-                    dropped,
-                    self.num_dropped,
-                )
-        report = StepReport(
-            step=self.num_steps,
-            lag=lag,
-            dropped=dropped,
-            num_dropped=self.num_dropped,
-            probabilities=self.policy.probabilities(),
-            **rewards,
-        )
-        # A judge that is not drawn from the mixture does not agree with itself: a source that it gives everything to may deserve it.
-        may_collapse = self.reference.is_training_data and not isinstance(self.update, Watch)
-        collapsing = may_collapse and report.collapsing
-        if collapsing and not self._was_collapsing:
-            log.warning("inloop: step %d: %s", self.num_steps, describe_collapse(report.shares))
-        self._was_collapsing = collapsing
-        return report
-
-    def _finish_recording(self, draws: list[Draw], gradients: Direction, norm: float) -> Tape | None:
-        """Take the step's tape, if it has one, and refuse what cannot be a training step."""
-        refuse_changed_model(self._recorder.plan, gradients)
-        plain = all([draw.plain for draw in draws])
-        tape = None if plain else self._recorder.tape
-        self._recorder.close()
-        refuse_missing_gradients(tape, gradients, norm)
-        if self.reward.needs_tape and not plain:
-            refuse_missing_tape(tape)
-        if tape is not None:
-            refuse_cleared_passes(tape)
-            refuse_other_batch_sizes(tape, draws)
-            refuse_other_parts(tape, draws)
-            tape.mean_over = sum([draw.num_everyone for draw in draws]) / world_size()
-        if self._recorder.optimizer_stepped and not self.reference.is_training_data:
-            warn_once(
-                "the model's parameters changed between the backward pass and learner.step, so the held-out loss is not that of the step it judges. "
-                "Fix: call learner.step(loss) before optimizer.step()"
-            )
-        return tape
+            return self._reporter.report(self.num_steps, lag, dropped="a reward is not finite")
+        updated = self.update.add(step.draws, rewards_N)  # φ_{t+1} <- φ_t
+        rewards = summarise_rewards(self.policy, step.draws, rewards_N)
+        return self._reporter.report(self.num_steps, lag, updated=updated, **rewards)
 
     # ---------------------------------------------------------------- batches that are chosen ahead, or given up
 
@@ -282,18 +204,7 @@ class InLoop:
         self._refuse_if_closed()
         if not isinstance(draw, Draw):
             draw = self._sampler.chosen_elsewhere(draw, self.update.version)
-        if self._recorder.is_open and self._recorder.was_abandoned():
-            self._abandoned_in_a_row += 1
-            repeated = self._abandoned_in_a_row > 1 and _is_power_of_two(self._abandoned_in_a_row)
-            log.log(
-                logging.WARNING
-                if repeated
-                else logging.INFO,  # one batch may be given up; a second in a row has its reason
-                "inloop: gradients were cleared, or used by the optimizer, without learner.step (%d time(s) in a row); their draws are "
-                "dropped. Fix: call learner.step(loss) after loss.backward(), before the optimizer",
-                self._abandoned_in_a_row,
-            )
-            self._recorder.early.turn_off()  # the next such pass costs no rewards
+        if self._recorder.was_abandoned():
             self.skip()
         if self.part < 1 and not draw.plain and self._recorder.may_record_less():
             draw = self._sampler.choose_rewarded(draw, self.part)
@@ -307,6 +218,11 @@ class InLoop:
         if draw.plain:
             self._recorder.expect_plain()
         self._recorder.expect(len(self._sampler.waiting) - 1, draw.rewarded_here)
+
+    @property
+    def num_dropped(self) -> int:
+        """How many steps were dropped so far."""
+        return self._reporter.num_dropped
 
     @property
     def loss_weight(self) -> float:
@@ -394,7 +310,7 @@ class InLoop:
             "update": self.update.state_dict(),
             "generator": self._sampler.generator.get_state(),
             "num_steps": self.num_steps,
-            "num_dropped": self.num_dropped,
+            "num_dropped": self._reporter.num_dropped,
             "draws": [draw.state_dict() for draw in self._sampler.waiting],
             "recording": self._recorder.state_dict(),
             "reference": self.reference.state_dict(),
@@ -414,36 +330,9 @@ class InLoop:
         self.policy.load_state_dict(state["policy"])
         self.update.load_state_dict(state["update"])
         self._sampler.generator.set_state(state["generator"])
-        self.num_steps, self.num_dropped = state["num_steps"], state["num_dropped"]
+        self.num_steps, self._reporter.num_dropped = state["num_steps"], state["num_dropped"]
         self.reference.drop()
         self.reference.load_state_dict(state["reference"])
         self._sampler.forget_copy()
         for draw in draws:
             self._announce(draw)
-
-
-def _as_update(update: Update | Literal[False] | None, policy: Policy) -> Update:
-    if update is None:
-        return Reinforce() if any(True for _ in policy.parameters()) else Watch()
-    if update is False:
-        return Watch()
-    if not isinstance(update, Update):
-        raise UsageError(f"update={update!r}: allowed are an inloop.updates.Update, False (watch only) and None.")
-    return update
-
-
-def _refuse_useless_options(reward: Reward, part: float, record: Recording) -> None:
-    """Raise for options that are about recorded layers if the reward makes no use of these."""
-    if reward.needs_tape:
-        return
-    default = Recording()
-    given = ["part"] if part < 1 else []
-    given += [f.name for f in fields(record) if getattr(record, f.name) != getattr(default, f.name)]
-    if useless := [name for name in given if name not in ("verify", "reduction")]:
-        raise UsageError(
-            f"{useless[0]}= is about recorded layers, of which {type(reward).__name__} makes no use. Fix: leave it out, or use reward='gar'."
-        )
-
-
-def _is_power_of_two(number: int) -> bool:
-    return number > 0 and number & (number - 1) == 0

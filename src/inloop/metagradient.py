@@ -47,8 +47,8 @@ class MetaGradient:
     Args:
         model: The model in training, θ.
         meta: A module that holds φ.
-        optimizer: The model's, a plain ``torch.optim.SGD``; momentum, Nesterov and weight decay are accounted for exactly.
-        meta_optimizer: Over ``meta``'s parameters; by default ``Adam(lr=0.1)``.
+        optimizer: The model's optimizer, a plain ``torch.optim.SGD``; exact with momentum, Nesterov and weight decay.
+        meta_optimizer: The optimizer of ``meta``'s parameters; by default ``Adam(lr=0.1)``.
         remedy: "stop-gradient" or "phi-free" (every second step calls the loss with None instead of ``meta``).
         computation: "reuse" or "unroll" (which evaluates the loss a second time).
 
@@ -77,7 +77,7 @@ class MetaGradient:
             raise UsageError(f"remedy={remedy!r}: allowed are 'stop-gradient' and 'phi-free'.")
         if is_distributed():
             raise UsageError(
-                "MetaGradient differentiates a step of one process, and there are several. Fix: train in one, or learn a sampled choice "
+                "MetaGradient differentiates a step of one process, and there are several. Fix: train in one process, or learn a sampled choice "
                 "with inloop.InLoop."
             )
         if computation not in ("reuse", "unroll"):
@@ -91,7 +91,7 @@ class MetaGradient:
             raise UsageError(f"meta is a {type(meta).__name__}; φ must be the parameters of an nn.Module.")
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         if not any(id(parameter) in held for parameter in model.parameters()):
-            raise UsageError("The optimizer holds no parameter of the model. Fix: give the one that trains it.")
+            raise UsageError("The optimizer holds no parameter of the model. Fix: give the optimizer that trains it.")
         self.model = model
         self.meta = meta
         self.optimizer = optimizer
@@ -114,9 +114,9 @@ class MetaGradient:
         """
         self._refuse_foreign_update()
         phi_free = self.remedy == "phi-free" and self.num_steps % 2 == 1
-        # optimizer.step() works in place and would spoil a graph that outlives it: hold the step's own parameters.
-        theta, phi = _held(self.model), _held(self.meta)
-        before = self._moment() if self.computation == "unroll" else None
+        # optimizer.step() works in place and would spoil a graph that outlives it: copy the step's parameters.
+        theta, phi = _copied_parameters(self.model), _copied_parameters(self.meta)
+        before = self._random_state_and_buffers() if self.computation == "unroll" else None
         loss = self._evaluate(loss_function, theta, phi, phi_free)
         if self.num_steps == 0:
             _refuse_loss_without(phi, loss)
@@ -126,7 +126,9 @@ class MetaGradient:
                 meta_gradient = self._reuse(self._last, gradients)
             else:
                 random_state, buffers = before
-                with torch.random.fork_rng():  # the same loss again: same dropout, and statistics that move once
+                with (
+                    torch.random.fork_rng()
+                ):  # the same loss again: with the same dropout, and statistics move only once
                     torch.set_rng_state(random_state)
                     meta_gradient = self._unroll(self._last, theta, phi, buffers, loss_function, phi_free)
             self._update_meta(meta_gradient)
@@ -140,11 +142,11 @@ class MetaGradient:
         self.num_steps += 1
         return loss.detach()
 
-    def _moment(self) -> tuple[Tensor, dict[str, Tensor]]:
+    def _random_state_and_buffers(self) -> tuple[Tensor, dict[str, Tensor]]:
         return torch.get_rng_state(), {name: buffer.clone() for name, buffer in self._both.named_buffers()}
 
     def state_dict(self) -> dict[str, Any]:
-        """φ, its optimizer and the position; the step that φ has not answered for yet is dropped, here and now."""
+        """φ, its optimizer and the number of steps. Drops the last step: it will not move φ."""
         self._last = None
         return {
             "meta": self.meta.state_dict(),
@@ -208,7 +210,8 @@ class MetaGradient:
     def _update_meta(self, meta_gradient: dict[str, Tensor | None]) -> None:
         if not all(value is None or bool(value.isfinite().all()) for value in meta_gradient.values()):
             log.warning(
-                "inloop: meta-gradient of step %d is not finite; dropped, the meta-parameters stay", self.num_steps
+                "inloop: dropped the meta-gradient of step %d: it is not finite; the meta-parameters stay",
+                self.num_steps,
             )
             return
         for name, parameter in self.meta.named_parameters():
@@ -231,7 +234,7 @@ class MetaGradient:
         return {name: rates.get(name, 0.0) for name, _ in self.model.named_parameters()}
 
     def _update_to_expect(self) -> dict[str, Tensor]:
-        """Where a plain SGD step on the present gradients leads, to compare with on the next call."""
+        """The parameters after a plain SGD step on the present gradients; the next call compares with them."""
         trial = copy.deepcopy(self.optimizer)
         for group, trial_group in zip(self.optimizer.param_groups, trial.param_groups, strict=True):
             for parameter, trial_parameter in zip(group["params"], trial_group["params"], strict=True):
@@ -242,7 +245,7 @@ class MetaGradient:
         return {name: moved[id(p)] for name, p in self.model.named_parameters() if id(p) in moved}
 
     def _refuse_foreign_update(self) -> None:
-        """Once, after the first step: the model must have moved as its optimizer says."""
+        """Once, after the first step: refuse a model that did not move by its optimizer's step."""
         expected, self._expected = self._expected, None
         parameters = dict(self.model.named_parameters())
         for name, value in (expected or {}).items():
@@ -254,7 +257,7 @@ class MetaGradient:
 
 
 class _Both(nn.Module):
-    """Model and meta under one roof, so that one functional call replaces the parameters of both."""
+    """Model and meta in one module, so that one functional call replaces the parameters of both."""
 
     def __init__(self, model: nn.Module, meta: nn.Module) -> None:
         super().__init__()
@@ -265,12 +268,12 @@ class _Both(nn.Module):
         return loss_function(None if phi_free else self.meta)
 
 
-def _held(module: nn.Module) -> dict[str, Tensor]:
+def _copied_parameters(module: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in module.named_parameters()}
 
 
-def _trainable(held: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value for name, value in held.items() if value.requires_grad}
+def _trainable(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value for name, value in parameters.items() if value.requires_grad}
 
 
 def _refuse_loss_without(phi: dict[str, Tensor], loss: Tensor) -> None:

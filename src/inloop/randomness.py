@@ -1,4 +1,4 @@
-"""Generators for those who do not bring their own."""
+"""Default generators, for users who bring none."""
 
 import hashlib
 
@@ -6,9 +6,9 @@ import torch
 
 
 def default_generator(purpose: str) -> torch.Generator:
-    """A generator that follows ``torch.manual_seed`` and is independent of those for other purposes.
+    """A generator that follows ``torch.manual_seed`` and is independent of other purposes' generators.
 
-    Two generators with the same seed give the same numbers: a source and the index within it would go hand in hand, and
+    Two generators with the same seed give the same numbers: the index within a source would follow from the source, and
     most of the data would never be drawn.
     """
     digest = hashlib.sha256(f"{purpose} {torch.initial_seed()}".encode()).digest()

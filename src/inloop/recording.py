@@ -1,9 +1,11 @@
 """The tapes of a learner's steps: when they are open, in which form steps are recorded, and whether they add up."""
 
+import logging
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,9 +17,25 @@ from inloop.alignment.early import EarlyAlignment
 from inloop.alignment.hooks import Hook
 from inloop.alignment.replay import SegmentFinder
 from inloop.alignment.tape import Structure, structure_of
-from inloop.distributed import is_distributed, is_sharded
+from inloop.distributed import is_distributed, is_sharded, world_size
 from inloop.errors import InloopError, UsageError
-from inloop.refusals import is_cleared
+from inloop.references import Reference
+from inloop.refusals import (
+    agree,
+    gradient_norm,
+    is_cleared,
+    refuse_changed_model,
+    refuse_missing_gradients,
+    refuse_missing_tape,
+    refuse_other_losses,
+    refuse_other_recordings,
+    warn_of_late_held_out_loss,
+    what_is_not_finite,
+)
+from inloop.report import is_power_of_two
+from inloop.step import Draw, Judge, Step
+
+log = logging.getLogger("inloop")
 
 
 class StepRecorder:
@@ -36,6 +54,7 @@ class StepRecorder:
         self.record = record
         self.is_open = False
         self.optimizer_stepped = False
+        self._abandoned_in_a_row = 0
         self.early = EarlyAlignment(may_align_early)
         self._model, self._needs_tape = model, needs_tape
         self._is_sharded = any(map(is_sharded, model.parameters()))
@@ -52,10 +71,6 @@ class StepRecorder:
     @property
     def tape(self) -> Tape | None:
         return self._recorder.tape
-
-    @property
-    def plan(self) -> Any:
-        return self._recorder.plan
 
     # ---------------------------------------------------------------- one step
 
@@ -85,15 +100,73 @@ class StepRecorder:
         self._recorder.stop()
         self.early.stop()
 
+    def finish(
+        self,
+        draws: list[Draw],
+        loss: float,
+        scale: float,
+        losses_N: Tensor | None,
+        reference: Reference,
+        position: tuple[int, Sequence[Tensor]],
+    ) -> "Finished":
+        """Close the recording of a step, and refuse what cannot be a training step.
+
+        Args:
+            reference: Has the step that this one may judge.
+            position: The number of the step, and what must be the same in all processes.
+
+        Raises:
+            VerificationError: If the recorded examples do not add up to the gradients.
+        """
+        gradients = gradients_of(self._model)
+        norm = gradient_norm(gradients)
+        tape = self._take_tape(draws, gradients, norm)
+        refuse_other_losses(losses_N, draws)
+        if self.optimizer_stepped and not reference.is_training_data:
+            warn_of_late_held_out_loss()
+        agreed = agree(loss, norm, self._wants_verification(tape), *position)
+        waiting = None if reference.waiting is None else reference.waiting.tape
+        problem = what_is_not_finite(self._model, agreed.loss, gradients, agreed.norm)
+        problem = problem or self._problem_of(tape, waiting, gradients, agreed.verifies)
+        step = Step(draws, tape, None if losses_N is None else losses_N.detach(), scale)
+        return Finished(step, Judge(gradients, agreed.loss, scale), problem)
+
+    def _take_tape(self, draws: list[Draw], gradients: Direction, norm: float) -> Tape | None:
+        """The tape of the step that is open; None for a plain one."""
+        plain = all([draw.plain for draw in draws])
+        tape = None if plain else self.tape
+        self.close()
+        refuse_changed_model(self._recorder.plan, gradients)
+        refuse_missing_gradients(tape, gradients, norm)
+        if tape is not None:
+            refuse_other_recordings(tape, draws)
+            tape.mean_over = sum([draw.num_everyone for draw in draws]) / world_size()
+        elif self._needs_tape and not plain:
+            refuse_missing_tape()
+        return tape
+
     def was_abandoned(self) -> bool:
-        """Whether the gradients of the open step were used by an optimizer, or cleared, without ``learner.step``.
+        """Whether the gradients of the open step were used by an optimizer, or cleared, without ``learner.step``; warns of it.
 
         Several processes might see it differently (and accumulated gradients of sharded parameters cannot be seen): there
         ``skip`` must be called.
         """
-        if self.tape is None or not self.tape.reached or is_distributed():
+        if not self.is_open or self.tape is None or not self.tape.reached or is_distributed():
             return False
-        return self.optimizer_stepped or is_cleared(gradients_of(self._model))
+        if not self.optimizer_stepped and not is_cleared(gradients_of(self._model)):
+            return False
+        self._abandoned_in_a_row += 1
+        repeated = self._abandoned_in_a_row > 1 and is_power_of_two(self._abandoned_in_a_row)
+        log.log(
+            logging.WARNING
+            if repeated
+            else logging.INFO,  # one batch may be given up; a second in a row has its reason
+            "inloop: gradients were cleared, or used by the optimizer, without learner.step (%d time(s) in a row); their draws are "
+            "dropped. Fix: call learner.step(loss) after loss.backward(), before the optimizer",
+            self._abandoned_in_a_row,
+        )
+        self.early.turn_off()  # the next such pass costs no rewards
+        return True
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -107,7 +180,7 @@ class StepRecorder:
 
     # ---------------------------------------------------------------- can it be relied on
 
-    def wants_verification(self, tape: Tape | None) -> bool:
+    def _wants_verification(self, tape: Tape | None) -> bool:
         """Whether the examples of this step are to be added up."""
         if tape is None or tape.part:
             return False
@@ -115,12 +188,13 @@ class StepRecorder:
         wanted = when is True or (when == "first" and self._seen[structure_of(tape.calls)] < 2)
         return wanted or self._has_untried_segments()
 
-    def problem_of(self, tape: Tape | None, waiting: Tape | None, gradients: Direction, verify: bool) -> str | None:
+    def _problem_of(self, tape: Tape | None, waiting: Tape | None, gradients: Direction, verify: bool) -> str | None:
         """Why a step cannot be used, though nothing of it is an error; None if it can. Learns from it how to record the next.
 
         Raises:
             VerificationError: If the recorded examples do not add up to the gradients.
         """
+        self._abandoned_in_a_row = 0
         if problem := self.early.judge(tape, waiting, gradients):
             return problem
         if tape is None:
@@ -196,6 +270,20 @@ class StepRecorder:
         own = {id(parameter) for parameter in self._model.parameters()}
         if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
             self.optimizer_stepped = True
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A step that was trained on.
+
+    Attributes:
+        judge: Its gradient and its loss.
+        problem: Why it cannot be used, nor judge another; None if it can.
+    """
+
+    step: Step
+    judge: Judge
+    problem: str | None
 
 
 class _AfterOptimizer(Hook[StepRecorder]):

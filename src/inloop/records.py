@@ -1,4 +1,4 @@
-"""A run's records: every report as named numbers, in a file of JSON lines and wherever else people look.
+"""A run's records: every report as named numbers, in a file of JSON lines and in trackers.
 
 learner = inloop.InLoop(model, policy, callback=inloop.Records("run.jsonl", TensorBoard("runs"), mixture=mixture))
 """
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
 
 
 class Tracker(Protocol):
-    """Somewhere to write numbers to."""
+    """A place to write numbers to."""
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Keep these, all finite, by name, as of ``step``."""
+        """Write the named numbers of ``step``; all are finite."""
 
     def close(self) -> None:
-        """No more will come."""
+        """End the log."""
 
 
 class Records:
-    """Writes reports as they come; use it as a learner's callback. Of several processes the first one writes.
+    """A learner's callback that writes every report. Of several processes only the first writes.
 
     Args:
-        path: A file to which each report adds a line of JSON.
-        trackers: What else to write to; see :mod:`inloop.integrations.trackers`.
-        mixture: To record its effective epochs, too.
-        names: Of the sources; by default their numbers.
-        every: Write every so many steps.
+        path: A file; each report adds a line of JSON.
+        trackers: Further places to write to; see :mod:`inloop.integrations.trackers`.
+        mixture: A mixture whose effective epochs to write, too.
+        names: Names of the sources; by default their numbers.
+        every: Write only each ``every``-th step.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Records:
         if rank() == 0:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if self.path.exists() and not self.path.read_bytes().endswith(b"\n"):
-                with self.path.open("a") as file:  # a line was cut off, when the run was killed
+                with self.path.open("a") as file:  # the run was killed within a line
                     file.write("\n")
 
     def __call__(self, report: StepReport) -> None:
@@ -83,7 +83,7 @@ class Records:
 def read_records(path: str | Path) -> list[dict[str, Any]]:
     """The lines of a file of :class:`Records`, one for each step.
 
-    A run that was killed and continued has written some steps twice: the last counts. A line that was cut off is left out.
+    A run that was killed and continued wrote some steps twice; the last line counts. Incomplete lines are left out.
     """
     by_step: dict[int, dict[str, Any]] = {}
     for line in Path(path).read_text().splitlines():
@@ -96,9 +96,9 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
 
 
 def numbers_of(report: StepReport, names: Sequence[str] | None = None) -> dict[str, float]:
-    """A report as named numbers: probabilities and mean rewards by choice, and how the step went.
+    """A report as named numbers: probabilities and mean rewards by choice, lag and dropped steps.
 
-    Tables of choices that depend on each other are left out: they would be hundreds.
+    Choices that depend on each other are left out: their tables have hundreds of entries.
     """
     numbers = {
         "lag": float(report.lag),
@@ -123,6 +123,6 @@ def _flat(prefix: str, tree: object, names: Sequence[str] | None) -> Iterator[tu
 
 def _by_choice(prefix: str, values_K: Tensor, names: Sequence[str] | None) -> dict[str, float]:
     if names is not None and len(names) != len(values_K):
-        raise UsageError(f"There are {len(names)} names for {len(values_K)} sources; they must be as many.")
+        raise UsageError(f"Got {len(names)} names for {len(values_K)} sources. Fix: give one name for each source.")
     labels = names if names is not None else [str(number) for number in range(len(values_K))]
     return {f"{prefix}/{label}": value for label, value in zip(labels, values_K.tolist(), strict=True)}

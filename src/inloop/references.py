@@ -41,12 +41,16 @@ class Reference(ABC):
         self._is_attached = False
 
     def attach(self, model: nn.Module, reward: Reward) -> None:
-        """The model in training, and the reward that the judge is for. Raises if they do not go together."""
+        """A learner takes the reference, for this model and reward."""
         if self._is_attached:
             raise UsageError(
                 f"This {type(self).__name__} belongs to another learner already. Fix: make one for each learner."
             )
+        self.begin(model, reward)
         self._is_attached = True
+
+    def begin(self, model: nn.Module, reward: Reward) -> None:  # noqa: B027  a reference may have nothing to begin with
+        """Begin anew with the model in training, and the reward that the judge is for. Raises if they do not go together."""
 
     def detach(self) -> None:
         """The learner is closed."""
@@ -93,12 +97,12 @@ class Previous(Reference):
         super().__init__()
         self._before: Judge | None = None
 
-    def attach(self, model: nn.Module, reward: Reward) -> None:
-        super().attach(model, reward)
+    def begin(self, model: nn.Module, reward: Reward) -> None:
         if not reward.needs_tape:
             raise UsageError(
                 f"reference='previous' is a gradient, of which {type(reward).__name__} makes no use. Fix: use reference='next', or reward='gar'."
             )
+        self._before = None
 
     def match(self, current: Step, now: Judge) -> tuple[Step | None, Judge]:
         before, self._before = self._before, now.detached()
@@ -130,8 +134,7 @@ class HeldOut(Reference):
         super().__init__()
         self.loss = loss
 
-    def attach(self, model: nn.Module, reward: Reward) -> None:
-        super().attach(model, reward)
+    def begin(self, model: nn.Module, reward: Reward) -> None:
         self._model, self._needs_gradient = model, reward.needs_tape
 
     def match(self, current: Step, now: Judge) -> tuple[Step | None, Judge]:

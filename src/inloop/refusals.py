@@ -4,7 +4,7 @@ import hashlib
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 
 import torch
@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import get_total_norm
 
-from inloop.alignment import Direction, Tape
+from inloop.alignment import Direction, Recording, Tape
 from inloop.alignment.plan import Plan
 from inloop.distributed import gather_numbers, is_distributed, is_sharded, own_part, whole
 from inloop.errors import BatchSizeError, UsageError
 from inloop.policies import Policy
+from inloop.rewards import Reward
 from inloop.step import Draw
 
 log = logging.getLogger("inloop")
@@ -114,15 +115,28 @@ def refuse_missing_gradients(tape: Tape | None, gradients: Direction, norm: floa
         )
 
 
-def refuse_missing_tape(tape: Tape | None) -> None:
-    if tape is None:
-        raise UsageError(
-            "This step was not recorded, since a plain step was sampled before it was trained on. Fix: with interleave=True call "
-            "learner.sample(n) right before each batch, or draw ahead with learner.draw and learner.use."
-        )
+def refuse_missing_tape() -> None:
+    raise UsageError(
+        "This step was not recorded, since a plain step was sampled before it was trained on. Fix: with interleave=True call "
+        "learner.sample(n) right before each batch, or draw ahead with learner.draw and learner.use."
+    )
 
 
-def refuse_cleared_passes(tape: Tape) -> None:
+def warn_of_late_held_out_loss() -> None:
+    warn_once(
+        "the model's parameters changed between the backward pass and learner.step, so the held-out loss is not that of the step it judges. "
+        "Fix: call learner.step(loss) before optimizer.step()"
+    )
+
+
+def refuse_other_recordings(tape: Tape, draws: Sequence[Draw]) -> None:
+    """Raise unless the tape has the examples of the draws, each once, in their order."""
+    _refuse_cleared_passes(tape)
+    _refuse_other_batch_sizes(tape, draws)
+    _refuse_other_rows(tape, draws)
+
+
+def _refuse_cleared_passes(tape: Tape) -> None:
     """Raise if gradients were cleared between the backward passes of one step: the first of them are not in the gradient."""
     if tape.lost_gradients:
         raise UsageError(
@@ -132,7 +146,7 @@ def refuse_cleared_passes(tape: Tape) -> None:
         )
 
 
-def refuse_other_batch_sizes(tape: Tape, draws: Sequence[Draw]) -> None:
+def _refuse_other_batch_sizes(tape: Tape, draws: Sequence[Draw]) -> None:
     """Raise unless there is one action for each example."""
     chosen, seen = [draw.num_examples for draw in draws], list(tape.batch_sizes().values())
     passes = max(tape.reached.values(), default=1)
@@ -163,7 +177,7 @@ def refuse_other_losses(losses_N: Tensor | None, draws: Sequence[Draw]) -> None:
         )
 
 
-def refuse_other_parts(tape: Tape, draws: Sequence[Draw]) -> None:
+def _refuse_other_rows(tape: Tape, draws: Sequence[Draw]) -> None:
     """Raise if other examples were recorded than will be rewarded."""
     batches = sorted({call.batch for call in tape.calls})
     parts = [tape.part.get(batch) for batch in batches]
@@ -173,6 +187,17 @@ def refuse_other_parts(tape: Tape, draws: Sequence[Draw]) -> None:
             "With part= below 1, batches must be trained on in the order in which they were sampled, each before the next is sampled, and with "
             "the actions that were sampled. Fix: for batches that are chosen ahead, use learner.draw(n) and call learner.use(draw) right before "
             "each is trained on."
+        )
+
+
+def refuse_useless_options(reward: Reward, part: float, record: Recording) -> None:
+    """Raise for options that are about recorded layers if the reward makes no use of these."""
+    default = Recording()
+    given = ["part"] if part < 1 else []
+    given += [f.name for f in fields(record) if getattr(record, f.name) != getattr(default, f.name)]
+    if not reward.needs_tape and (useless := [name for name in given if name not in ("verify", "reduction")]):
+        raise UsageError(
+            f"{useless[0]}= is about recorded layers, of which {type(reward).__name__} makes no use. Fix: leave it out, or use reward='gar'."
         )
 
 
@@ -232,14 +257,14 @@ def agree(loss: float, norm: float, verifies: bool, num_steps: int, shared: Sequ
     """
     if not is_distributed():
         return Agreement(loss, norm, verifies)
-    told = gather_numbers(loss, norm, verifies, num_steps, _mark(shared))
-    if not bool((told[:, 3:] == told[0, 3:]).all()):
+    everyone = gather_numbers(loss, norm, verifies, num_steps, _mark(shared))
+    if not bool((everyone[:, 3:] == everyone[0, 3:]).all()):
         raise UsageError(
-            f"The processes' learners are not at one: they have done {[int(n) for n in told[:, 3].tolist()]} steps, and their policies, random "
-            f"states and draws are {'' if bool((told[:, 4] == told[0, 4]).all()) else 'not '}the same. Fix: call sample, step, skip and "
+            f"The processes' learners are not at one: they have done {[int(n) for n in everyone[:, 3].tolist()]} steps, and their policies, random "
+            f"states and draws are {'' if bool((everyone[:, 4] == everyone[0, 4]).all()) else 'not '}the same. Fix: call sample, step, skip and "
             "load_state_dict in all of them alike."
         )
-    return Agreement(float(told[:, 0].mean()), float(told[:, 1].max()), bool(told[:, 2].any()))
+    return Agreement(float(everyone[:, 0].mean()), float(everyone[:, 1].max()), bool(everyone[:, 2].any()))
 
 
 def _values(gradient: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
-"""What a learner tells about each of its steps."""
+"""The report that a learner makes of each step."""
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,18 +11,20 @@ from torch import Tensor
 from inloop.policies import Policy, RewardSummary, concatenate
 from inloop.step import Draw
 
+log = logging.getLogger("inloop")
+
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one call of ``InLoop.step`` did; also what its callback is called with.
+    """The result of one call of ``InLoop.step``; the callback receives it, too.
 
     Attributes:
         step: The number of this step, from 1.
-        lag: How many updates the policy made between drawing this step's actions and their use.
-        dropped: Why the step that waited went unrewarded; None if it did not. (After a loss or a gradient that is not finite this step will
-            not be rewarded, either.)
-        num_dropped: How often that was so.
-        probabilities: The policy after this step.
+        lag: The number of updates of the policy between drawing this step's actions and their use.
+        dropped: Why the waiting step was dropped, without rewards; None if it was not. (After a loss or a gradient that is not finite, this
+            step will not be rewarded, either.)
+        num_dropped: The number of dropped steps so far.
+        probabilities: The policy's distribution after this step.
         updated: Whether the policy moved.
         reward_mean: Mean of the rewards, nan if there were none.
         reward_std: Their unbiased standard deviation.
@@ -45,25 +48,61 @@ class StepReport:
 
     @property
     def collapsing(self) -> bool:
-        """Whether a few choices have nearly everything; see :func:`is_collapsing`."""
+        """Whether a few choices hold nearly all probability; see :func:`is_collapsing`."""
         return is_collapsing(self.shares)
 
     @property
     def shares(self) -> list[float]:
-        """The probability of each choice, if the policy has one choice to make; of a product that of its factor "source"; else none."""
+        """The probability of each choice; for a product, of its factor "source". Empty for policies with several choices an example."""
         p = self.probabilities.get("source") if isinstance(self.probabilities, Mapping) else self.probabilities
         return p.tolist() if isinstance(p, Tensor) and p.dim() == 1 else []
 
 
+class Reporter:
+    """Makes the report of each step, and warns of steps that are dropped and of a policy that collapses.
+
+    Args:
+        may_collapse: Whether a collapse is worth a warning: not if the judge is no training data, since a source that it gives everything to
+            may deserve it, nor if nobody moves the policy.
+    """
+
+    def __init__(self, policy: Policy, may_collapse: bool) -> None:
+        self.num_dropped = 0
+        self._policy, self._may_collapse = policy, may_collapse
+        self._was_collapsing = False
+        self._dropped_in_a_row = 0
+
+    def report(self, step: int, lag: int, dropped: str | None = None, **rewards: Any) -> StepReport:
+        """The report of a step; ``rewards`` are its fields about rewards, if a step was rewarded."""
+        self._dropped_in_a_row = 0 if dropped is None else self._dropped_in_a_row + 1
+        if dropped is not None:
+            self.num_dropped += 1
+            if is_power_of_two(self._dropped_in_a_row):
+                log.warning(
+                    "inloop: step %d: %s; dropped (%d so far), the policy stays", step, dropped, self.num_dropped
+                )
+        probabilities = self._policy.probabilities()
+        report = StepReport(step, lag, dropped, self.num_dropped, probabilities, **rewards)
+        collapsing = self._may_collapse and report.collapsing
+        if collapsing and not self._was_collapsing:
+            log.warning("inloop: step %d: %s", step, describe_collapse(report.shares))
+        self._was_collapsing = collapsing
+        return report
+
+
+def is_power_of_two(number: int) -> bool:
+    return number > 0 and number & (number - 1) == 0
+
+
 def effective_number(probabilities: Sequence[float]) -> float:
-    """``exp`` of the entropy: K for K equal shares, 1 for a single one that has all."""
+    """``exp`` of the entropy: K for K equal shares, 1 if one share is everything."""
     return math.exp(-sum([p * math.log(p) for p in probabilities if p > 0]))
 
 
 def is_collapsing(probabilities: Sequence[float]) -> bool:
-    """Whether a few choices have nearly everything: less than a third of the way from one choice to all.
+    """Whether a few choices hold nearly all probability: the effective number is less than a third of the way from 1 to all.
 
-    Of two choices one may well deserve everything; that is no collapse.
+    Of two choices one may deserve everything; that is no collapse.
     """
     return len(probabilities) > 2 and effective_number(probabilities) < 1 + (len(probabilities) - 1) / 3
 

@@ -1,4 +1,4 @@
-"""Draws actions, each with a copy of the policy that drew them, and keeps them until their step."""
+"""Draws actions and keeps them until their step, with a copy of the policy that drew them."""
 
 import copy
 import numbers
@@ -26,11 +26,11 @@ class Sampler:
         self.generator = generator
         self.waiting: list[Draw] = []
         self._copy: Policy | None = None
-        self._num_processes = 1  # that draw together
+        self._num_processes = 1  # the processes that draw together
         self._version = -1
 
     def draw(self, n: int, version: int, plain: bool) -> Draw:
-        """For ``n`` examples of this process; all processes draw together, for the examples of all of them."""
+        """Draw for ``n`` examples of this process. All processes draw together, for the examples of all."""
         if not isinstance(n, numbers.Integral) or n < 0:
             raise UsageError(f"A number of examples is a whole number from 0; got {n!r}.")
         self._join_others()
@@ -41,19 +41,19 @@ class Sampler:
         return Draw(everyone, counts, self._copy_of(version), version, plain)
 
     def shared(self, draws: Sequence[Draw]) -> list[Tensor]:
-        """What must be the same in all processes."""
+        """The tensors that must be equal in all processes."""
         chosen = tensors_in([draw.everyone for draw in draws])
         return [self.generator.get_state(), *self.policy.state_dict().values(), *chosen]
 
     def _join_others(self) -> None:
-        """Before drawing together for the first time: with the random state, and the policy, of the first process."""
+        """Take over the first process's random state and policy, before the first common draw."""
         if self._num_processes != world_size():
             self._num_processes = world_size()
             begin_alike(self.generator, self.policy)
             self._copy = None
 
     def choose_rewarded(self, draw: Draw, part: float) -> Draw:
-        """The draw with a random part of its examples to be rewarded: at least one, the same whatever the number of processes."""
+        """The draw with a random part of its examples to reward: at least one, the same for any number of processes."""
         if draw.num_everyone == 0:
             return draw
         some = max(1, round(part * draw.num_everyone))
@@ -61,16 +61,16 @@ class Sampler:
         return replace(draw, rewarded_rows=rows)
 
     def chosen_elsewhere(self, actions: Actions, version: int) -> Draw:
-        """A draw of choices that somebody else has made, as if the policy of now had drawn them."""
+        """A draw of the user's own choices, as if the present policy had drawn them."""
         self._join_others()
         with torch.no_grad():
-            self.policy.log_prob(actions)  # refuses what is no action of this policy
+            self.policy.log_prob(actions)  # refuses actions that this policy does not have
         counts = gather_counts(count_actions(actions))
         everyone = map_actions(lambda tensor: gather_rows(tensor, counts), actions)
         return Draw(everyone, counts, self._copy_of(version), version)
 
     def of_step(self) -> list[Draw]:
-        """The draws that were announced since the last step."""
+        """The draws since the last step."""
         if not self.waiting:
             raise UsageError(
                 "learner.step was called without actions. Fix: call learner.sample(n) before the forward pass of each step, or "
@@ -79,7 +79,7 @@ class Sampler:
         return list(self.waiting)
 
     def forget_copy(self) -> None:
-        """The policy was loaded, and is another than its copy."""
+        """Drop the policy's copy: loading has changed the policy."""
         self._copy = None
 
     def _copy_of(self, version: int) -> Policy:

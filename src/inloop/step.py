@@ -142,6 +142,16 @@ class Step:
     def plain(self) -> bool:
         return any([draw.plain for draw in self.draws])
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no process has an example."""
+        return not any([draw.num_everyone for draw in self.draws])
+
+    def own_parameters(self) -> None:
+        """Copy the parameters that aligning will need, before an optimizer changes them."""
+        if self.tape is not None:
+            self.tape.own_parameters()
+
     def gather_rewards(self, rewards_N: Tensor) -> Tensor:
         """The rewards of all processes' examples, in the order of the draws' ``rewarded``, from those of this process's own."""
         if not is_distributed():

@@ -1,17 +1,17 @@
-"""Which source hurts: said from the rewards of its examples over many steps, never from its probability.
+"""Which source hurts? The rewards of its examples over many steps decide, never its probability.
 
-For every paid step t and source k, the *advantage* is how much worse or better its examples were rewarded than all others,
-in standard deviations of the step's rewards:
+For every rewarded step t and source k, the *advantage* compares the rewards of its examples with all other examples', in
+standard deviations of the step's rewards:
 
     d_tk = (mean reward of source k - mean reward of the others) / std of all rewards of the step
 
-It is averaged over steps with the number n_tk of examples as weight; its standard error takes a step as the unit, since
+The mean over steps weights each step by its number n_tk of examples. The standard error takes a step as the unit, since
 examples of a step share the reference gradient. The interval is corrected for the number of sources (Bonferroni). A source
-is called bad if its whole interval lies below ``-least_effect``: a difference that is certain but tiny is none. The default
+is called bad if its whole interval lies below ``-least_effect``: a certain but tiny difference does not count. The default
 was chosen on the digits and on one seed of CIFAR-10; it is a convention, not a law.
 
-The interval is over steps. With a held-out reference from a small set, be it drawn anew each time, it does not cover the choice of that set:
-sources that by chance agree less with it are called bad, too. Compare advantages then, or use a larger set.
+The interval is over steps. It does not cover the choice of a small held-out set, even if each reference is drawn anew from it: sources that
+agree less with the set by chance are called bad, too. Then compare advantages, or use a larger set.
 """
 
 import math
@@ -27,21 +27,21 @@ from inloop.errors import UsageError
 from inloop.policies import RewardSummary
 from inloop.report import StepReport
 
-LEAST_STEPS = 5  # with fewer, nothing is said of a source
+LEAST_STEPS = 5  # with fewer, a source is undecided
 LEAST_EFFECT = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class SourceVerdict:
-    """What the rewards say of one source.
+    """The verdict on one source.
 
     Attributes:
-        examples: How many of its examples were rewarded.
+        examples: The number of its rewarded examples.
         advantage: Its mean advantage; negative if its examples were rewarded less than the others'.
         low: Lower end of the interval, by default at 95% for all sources together; nan if too few steps had examples of it.
         high: Upper end.
         bad: Whether it is called bad: the whole interval is below ``-least_effect``.
-        undecided: Whether it might be either: the interval reaches to both sides of that, or there is none.
+        undecided: Whether it may be either: the interval contains ``-least_effect``, or there is no interval.
     """
 
     source: int
@@ -59,10 +59,10 @@ class RewardStatistics:
     Printed, it is a table of its verdicts.
 
     Args:
-        num_sources: How many there are.
+        num_sources: The number of sources.
         level: Probability that no source is called bad by chance, if all are equal.
         least_effect: The smallest advantage, in standard deviations of a step's rewards, that counts.
-        names: Of the sources, for the table, as ``mixture.names``; by default their numbers.
+        names: Names of the sources in the table, such as ``mixture.names``; by default their numbers.
     """
 
     def __init__(
@@ -76,7 +76,9 @@ class RewardStatistics:
             raise UsageError(f"level={level}: allowed are numbers between 0 and 1.")
         self.names = [str(number) for number in range(num_sources)] if names is None else list(names)
         if len(self.names) != num_sources:
-            raise UsageError(f"RewardStatistics({num_sources}) was given {len(self.names)} names: {self.names}.")
+            raise UsageError(
+                f"RewardStatistics({num_sources}) got {len(self.names)} names: {self.names}. Fix: one for each source."
+            )
         self.level = level
         self.least_effect = least_effect
         self.num_steps = 0
@@ -84,11 +86,11 @@ class RewardStatistics:
         self._sums = torch.zeros(5, num_sources, dtype=torch.float64)
 
     def add(self, report: StepReport) -> None:
-        """Take in one step; steps that paid nothing, or rewards without spread, say nothing."""
+        """Add one step. Steps without rewards, or with equal rewards, do not count."""
         if isinstance(report.rewards, dict) and "source" not in report.rewards:
             found = ", ".join(report.rewards)
             raise UsageError(
-                f"The policy has no part called 'source', only {found}. Fix: give its mixture that name in the Product."
+                f"The policy has no factor 'source', only {found}. Fix: give its mixture that name in the Product."
             )
         rewards = report.rewards["source"] if isinstance(report.rewards, dict) else report.rewards
         if not isinstance(rewards, RewardSummary) or not report.reward_std > 0:
@@ -96,7 +98,7 @@ class RewardStatistics:
         num_sources = self._sums.shape[1]
         if len(rewards.count_K) != num_sources:
             raise UsageError(
-                f"RewardStatistics({num_sources}) was given the rewards of {len(rewards.count_K)} sources. Fix: RewardStatistics({len(rewards.count_K)})."
+                f"RewardStatistics({num_sources}) got the rewards of {len(rewards.count_K)} sources. Fix: RewardStatistics({len(rewards.count_K)})."
             )
         n_K = rewards.count_K.double().cpu()
         d_K = advantage(n_K, rewards.mean_K.double().cpu(), report.reward_std)
@@ -108,10 +110,10 @@ class RewardStatistics:
     __call__ = add
 
     def verdicts(self) -> list[SourceVerdict]:
-        """One for each source."""
+        """A verdict for each source."""
         n_K, nd_K, n2_K, n2d_K, n2d2_K = self._sums
         mean_K = nd_K / n_K
-        steps_K = n_K**2 / n2_K  # as many steps with equal numbers of examples would say as much
+        steps_K = n_K**2 / n2_K  # effective number of steps: as many with equal numbers of examples are as precise
         variance_K = (n2d2_K - 2 * mean_K * n2d_K + mean_K**2 * n2_K).clamp_min(0) / n_K**2 * steps_K / (steps_K - 1)
         return [
             self._verdict(k, int(n_K[k]), float(mean_K[k]), float(variance_K[k]), float(steps_K[k]))
@@ -127,7 +129,7 @@ class RewardStatistics:
         return SourceVerdict(source, examples, mean, low, high, bad, undecided=not bad and low < -self.least_effect)
 
     def bad_sources(self) -> list[int]:
-        """Those that are called bad."""
+        """The sources that are called bad."""
         return [verdict.source for verdict in self.verdicts() if verdict.bad]
 
     def __str__(self) -> str:
@@ -144,7 +146,7 @@ class RewardStatistics:
         return "\n".join(form.format(*row).rstrip() for row in rows)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was collected so far."""
+        """The sums over all steps so far."""
         return {"num_steps": self.num_steps, "sums": self._sums.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -156,7 +158,7 @@ class RewardStatistics:
 
 
 def t_quantile(probability: float, degrees: float) -> float:
-    """Of Student's t, by Cornish and Fisher's expansion; within 4% from 4 degrees of freedom on, up to probability 0.999."""
+    """The quantile of Student's t, by Cornish and Fisher's expansion; within 4% from 4 degrees of freedom on, up to probability 0.999."""
     z = NormalDist().inv_cdf(probability)
     return (
         z

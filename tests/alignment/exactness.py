@@ -1,4 +1,4 @@
-"""The one exactness check that the layer tests share: the engine against one backward pass for each example."""
+"""The one exactness check that the tests share, the engine against one backward pass for each example; and small problems for it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -63,3 +63,40 @@ def rule_names(model: nn.Module) -> dict[str, str]:
     """How each recorded module is aligned: the name of its rule's function."""
     sites = make_plan(model, batchnorm_affine=True).sites
     return {site.name: site.rule.align.__name__ if site.rule else "run again" for site in sites}
+
+
+# ------------------------------------------------------------------ small problems
+
+N = 6
+
+
+def x(*shape: int) -> Tensor:
+    return torch.randn(N, *shape, dtype=torch.float64)
+
+
+def labels(n: int = N) -> Tensor:
+    return torch.randint(0, 3, (n,))
+
+
+def small_net() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 7), nn.ReLU(inplace=True), nn.Linear(7, 3)).double()
+
+
+def fc_bn() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 10), nn.BatchNorm1d(10), nn.ReLU(inplace=True), nn.Linear(10, 3)).double()
+
+
+def cnn_bn() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, stride=2)),
+        *(nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3)),
+    ).double()
+
+
+BATCHNORM_NETS = {"fc": (fc_bn, (6,)), "cnn": (cnn_bn, (1, 6, 6))}
+
+
+def batchnorm_problem(name: str) -> tuple[nn.Module, Tensor, Tensor]:
+    """A network whose examples depend on each other, and a batch for it."""
+    make_net, shape = BATCHNORM_NETS[name]
+    return make_net(), torch.randn(8, *shape, dtype=torch.float64), torch.randint(0, 3, (8,))

@@ -1,20 +1,12 @@
 """Models that are run again, whole or in checkpointed parts, and the rewards of a run, shared by the tests of what is kept."""
 
-import copy
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-import inloop
-from inloop.alignment import rules
-from inloop.alignment.kept import Half, Halves
-from inloop.errors import BatchSizeError, UnsupportedLayerError, UsageError
-from tests.alignment.exactness import assert_exact, per_example_losses, relative_error, rewards_and_oracle
 from torch.utils.checkpoint import checkpoint
-from inloop import InLoop, MixturePolicy
-from inloop.errors import UnsupportedLayerError
-from tests.learners import make_learner
 
+from inloop import MixturePolicy
+from tests.learners import make_learner
 
 
 class Residual(nn.Module):

@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
 from inloop import capture
 from inloop.alignment import call as call_module
 from inloop.alignment.kept import ExampleGradients
 from inloop.alignment.oracles import align_by_loss
 from tests.alignment.architectures import ARCHITECTURES, Model, N
-from tests.alignment.exactness import assert_exact, per_example_losses, random_direction, relative_error, rule_names
-
+from tests.alignment.exactness import assert_exact, per_example_losses, random_direction, relative_error
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

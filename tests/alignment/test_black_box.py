@@ -4,15 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize
-from inloop import alignment_rule, capture
-from inloop.alignment import affine_in_parameters, linear_in_parameters
+from torch.nn.utils import parametrizations
+
+from inloop import capture
 from inloop.alignment import black_box as black_box_module
-from inloop.alignment.rules import _RULES
 from inloop.errors import UnsupportedLayerError
 from tests.alignment.exactness import assert_exact, relative_error, rewards_and_oracle, rule_names
-
-
 
 N = 4
 

@@ -1,28 +1,14 @@
 """Recording by ``capture``: its options, and that nothing is left behind when it ends."""
 
-from tests.alignment.exactness import N, labels, small_net, x
-from tests.training import num_hooks
-import copy
-import gc
-import pickle
-import weakref
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
-from inloop import capture
-from inloop.alignment import gradients_of
-from inloop.alignment.capture import Recording, make_recorder
-from inloop.alignment.oracles import align_by_loss
-from inloop.errors import BatchSizeError, OverwrittenTensorError, UsageError, VerificationError
-from tests.alignment.architectures import UnseenProduct
-from tests.alignment.exactness import assert_exact, random_direction
-import inloop
-from inloop.alignment import rules
-from inloop.alignment.kept import Half, Halves
-from inloop.errors import BatchSizeError, UnsupportedLayerError, UsageError
-from tests.alignment.exactness import assert_exact, per_example_losses, relative_error, rewards_and_oracle
 
+import inloop
+from inloop import capture
+from inloop.errors import UsageError
+from tests.alignment.exactness import random_direction, small_net, x
+from tests.training import num_hooks
 
 
 def test_hooks_leave_with_the_context_also_after_an_exception():

@@ -1,42 +1,22 @@
 """Parameters that no layer accounts for: exact where they meet the data, or an error that names them, also without ``verify``."""
 
-from tests.alignment.exactness import N, labels, small_net, x
-from tests.training import num_hooks
-import copy
-import gc
-import pickle
-import weakref
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from inloop import capture
-from inloop.alignment import gradients_of
-from inloop.alignment.capture import Recording, make_recorder
-from inloop.alignment.oracles import align_by_loss
-from inloop.errors import BatchSizeError, OverwrittenTensorError, UsageError, VerificationError
-from tests.alignment.architectures import UnseenProduct
-from tests.alignment.exactness import assert_exact, random_direction
-import random
-import threading
-from typing import ClassVar
 from torch.func import functional_call
-from torch.nn.utils import rnn
-from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
+
 from inloop import InloopError, capture
-from inloop.alignment.plan import make_plan
-from inloop.alignment.probe import layouts_of
+from inloop.alignment.oracles import align_by_loss
+from inloop.errors import BatchSizeError
 from tests.alignment.architectures import D, Model, N, T, UnseenProduct
 from tests.alignment.exactness import (
     assert_exact,
     per_example_losses,
     random_direction,
-    relative_error,
-    rewards_and_oracle,
+    x,
 )
-
-
 
 # ------------------------------------------------------------------ followed to the data
 
@@ -90,11 +70,11 @@ class Positions(nn.Module):
         )
 
     def embed(self, ids, positions):
-        """The positions are given, and cannot be told from data."""
+        """The positions are given, and cannot be distinguished from data."""
         return self.head(torch.tanh(self.tokens(ids) + self.positions(positions)))
 
 
-@pytest.mark.parametrize("length", [5, N])
+@pytest.mark.parametrize("length", [T, N])
 def test_positions_shared_by_all_examples(length):
     """Also where there are as many positions as examples, which no count of rows can tell."""
     ids = torch.randint(0, 9, (N, length))

@@ -1,33 +1,20 @@
 """Hooks leave no trace, and a layer whose backward pass forms the examples' gradients trains as before."""
 
-from tests.alignment.exactness import N, labels, small_net, x
-from tests.training import num_hooks
 import copy
 import gc
 import pickle
-import weakref
+
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
-from inloop import capture
-from inloop.alignment import gradients_of
-from inloop.alignment.capture import Recording, make_recorder
-from inloop.alignment.oracles import align_by_loss
-from inloop.errors import BatchSizeError, OverwrittenTensorError, UsageError, VerificationError
-from tests.alignment.architectures import UnseenProduct
-from tests.alignment.exactness import assert_exact, random_direction
-import logging
-import inloop
-from inloop.alignment import capture, gradients_of
-from inloop.alignment.early import EarlyAlignment
-from inloop.errors import UsageError
-from inloop.rewards import GradientAlignment
-from tests.learners import make_learner
 from torch.autograd import forward_ad
-from inloop.alignment.kept import ExampleGradients
-from tests.alignment.exactness import assert_exact
 
+import inloop
+from inloop import capture
+from inloop.alignment.capture import Recording, make_recorder
+from inloop.alignment.kept import ExampleGradients
+from tests.alignment.exactness import assert_exact, small_net, x
+from tests.training import num_hooks
 
 
 def test_a_forgotten_recorder_takes_its_hooks_along():

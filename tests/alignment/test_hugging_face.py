@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from inloop import InLoop, MixturePolicy
 from tests.alignment.exactness import assert_exact, relative_error, rewards_and_oracle
 
 transformers = pytest.importorskip("transformers")
@@ -40,6 +41,15 @@ def gpt2():
 
 def bert():
     return transformers.BertForSequenceClassification(transformers.BertConfig(**TEXT))
+
+
+def distilbert():
+    sizes = {"vocab_size": 50, "dim": 12, "n_layers": 2, "n_heads": 2, "hidden_dim": 16, "max_position_embeddings": 16}
+    return transformers.DistilBertForSequenceClassification(transformers.DistilBertConfig(**sizes))
+
+
+def electra():
+    return transformers.ElectraForSequenceClassification(transformers.ElectraConfig(**TEXT, embedding_size=12))
 
 
 def llama():
@@ -80,11 +90,13 @@ def mixtral():
     )
 
 
-@pytest.mark.parametrize(
+MODELS = pytest.mark.parametrize(
     ("make", "forward"),
     [
         (gpt2, read_text),
         (bert, read_text),
+        (distilbert, read_text),
+        (electra, read_text),
         (llama, read_text),
         (t5, translate),
         (vit, look_at_images),
@@ -92,6 +104,9 @@ def mixtral():
         (wav2vec2, listen),
     ],
 )
+
+
+@MODELS
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 def test_models(make, forward):
     """With their dropout, which is replayed."""
@@ -105,3 +120,27 @@ def test_models_that_compute_a_part_in_float32_whatever_they_are(make):
     torch.manual_seed(0)
     rewards_N, oracle_N = rewards_and_oracle(make().train(), forward=read_text)
     assert relative_error(rewards_N, oracle_N) < 1e-4
+
+
+@MODELS
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_steps_judged_by_a_held_out_loss(make, forward):
+    """Buffers that passes only read, as the numbers of positions, are not written: the step that waits has read them, too."""
+    torch.manual_seed(0)
+    model = make().train()
+
+    def loss_of_model():
+        return forward(model).square().mean()
+
+    learner = InLoop(model, MixturePolicy(2), update=False, reference=loss_of_model)
+    versions = {name: buffer._version for name, buffer in model.named_buffers()}
+    assert versions or make not in (bert, distilbert, electra)
+    for number in range(3):
+        learner.sample(4)
+        loss = loss_of_model()
+        loss.backward()
+        report = learner.step(loss)
+        model.zero_grad()
+        assert report.rewarded == (number > 0)
+        assert report.dropped is None
+    assert {name: buffer._version for name, buffer in model.named_buffers()} == versions

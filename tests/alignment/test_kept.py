@@ -1,25 +1,16 @@
 """The forms in which calls are kept: gradients of examples where these are smaller than x and dout, and halves."""
 
-from tests.alignment.replayed import MODELS, WIDTH, Block, Given, HoldsMethod, Late, Nested, Net, Normalised, Recurrent, Residual, Scaled, SequenceFirst, Tied, bytes_kept, make, rewards_of
 import pytest
 import torch
 from torch import nn
+
 import inloop
+from inloop import InLoop, MixturePolicy
 from inloop.alignment import rules
 from inloop.alignment.call import LayerCall
-from inloop.alignment.kept import ExampleGradients
-from tests.alignment.exactness import assert_exact
-import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
-from inloop import InLoop, MixturePolicy
-from inloop.errors import UnsupportedLayerError
-from tests.learners import make_learner
-import copy
-from inloop.alignment.kept import Half, Halves
-from inloop.errors import BatchSizeError, UnsupportedLayerError, UsageError
-from tests.alignment.exactness import assert_exact, per_example_losses, relative_error, rewards_and_oracle
-
-
+from inloop.alignment.kept import ExampleGradients, Half, Halves
+from tests.alignment.exactness import assert_exact, relative_error, rewards_and_oracle
+from tests.alignment.replayed import MODELS, make
 
 # ------------------------------------------------------------------ gradients of examples
 

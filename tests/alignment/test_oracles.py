@@ -1,21 +1,18 @@
 """The two oracles: where they differ, where they agree, and what they refuse."""
 
-from tests.alignment.exactness import BATCHNORM_NETS, N
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from inloop import capture
+
 from inloop.alignment.oracles import align_by_loss, align_by_path
 from inloop.errors import DirectionError, UsageError
-from tests.alignment.exactness import random_direction, relative_error
+from tests.alignment.exactness import BATCHNORM_NETS, batchnorm_problem, random_direction, relative_error
 
 
-
-@pytest.fixture(params=NETS)
+@pytest.fixture(params=BATCHNORM_NETS)
 def problem(request):
-    make_net, shape = NETS[request.param]
-    return make_net(), torch.randn(N, *shape, dtype=torch.float64), torch.randint(0, 3, (N,))
+    return batchnorm_problem(request.param)
 
 
 def test_the_two_decompositions_differ_but_have_one_sum(problem):

@@ -1,36 +1,15 @@
 """Which modules are recorded, which layers count, and modules that cannot be recorded."""
 
-from tests.alignment.exactness import N, labels, small_net, x
-from tests.training import num_hooks
-import copy
-import gc
-import pickle
-import weakref
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrize
+
 from inloop import capture
-from inloop.alignment import gradients_of
-from inloop.alignment.capture import Recording, make_recorder
-from inloop.alignment.oracles import align_by_loss
-from inloop.errors import BatchSizeError, OverwrittenTensorError, UsageError, VerificationError
-from tests.alignment.architectures import UnseenProduct
-from tests.alignment.exactness import assert_exact, random_direction
-from torch.utils.checkpoint import checkpoint
-from inloop.alignment import call as call_module
-from inloop.alignment.kept import ExampleGradients
-from tests.alignment.architectures import ARCHITECTURES, Model, N
-from tests.alignment.exactness import assert_exact, per_example_losses, random_direction, relative_error, rule_names
-from torch.nn.utils import parametrizations, parametrize
-from inloop import alignment_rule, capture
-from inloop.alignment import affine_in_parameters, linear_in_parameters
-from inloop.alignment import black_box as black_box_module
-from inloop.alignment.rules import _RULES
-from inloop.errors import UnsupportedLayerError
-from tests.alignment.exactness import assert_exact, relative_error, rewards_and_oracle, rule_names
-
-
+from inloop.errors import UnsupportedLayerError, UsageError
+from tests.alignment.architectures import ARCHITECTURES
+from tests.alignment.exactness import N, assert_exact, random_direction, rule_names, small_net, x
 
 # ------------------------------------------------------------------ which layers count
 

@@ -1,41 +1,30 @@
 """Finding out whose a row is: it leaves the model alone, and rows that are not the examples in order are refused."""
 
-from tests.alignment.exactness import N, labels, small_net, x
-from tests.training import num_hooks
+import copy
+import gc
 import random
 import threading
+import weakref
 from typing import ClassVar
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.func import functional_call
 from torch.nn.utils import rnn
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils.checkpoint import checkpoint
+
 from inloop import InloopError, capture
 from inloop.alignment.oracles import align_by_loss
 from inloop.alignment.plan import make_plan
 from inloop.alignment.probe import layouts_of
-from tests.alignment.architectures import D, Model, N, T, UnseenProduct
+from tests.alignment.architectures import D, Model, N, T
 from tests.alignment.exactness import (
     assert_exact,
-    per_example_losses,
-    random_direction,
     relative_error,
     rewards_and_oracle,
+    x,
 )
-import copy
-import gc
-import pickle
-import weakref
-from inloop import capture
-from inloop.alignment import gradients_of
-from inloop.alignment.capture import Recording, make_recorder
-from inloop.errors import BatchSizeError, OverwrittenTensorError, UsageError, VerificationError
-from tests.alignment.architectures import UnseenProduct
-from tests.alignment.exactness import assert_exact, random_direction
-
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +86,7 @@ def test_finding_out_where_the_examples_are_leaves_the_model_and_the_random_stat
     torch.testing.assert_close(model.state_dict(), twin.state_dict(), rtol=0, atol=0)
 
 
-def test_copies_of_the_model_are_let_go_at_once():
+def test_copies_of_the_model_are_released_at_once():
     model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     seen = []
 
@@ -299,7 +288,7 @@ def test_trying_a_compiled_model_compiles_nothing():
     assert not graphs
 
 
-def test_a_model_that_cannot_be_tried_is_told(caplog):
+def test_a_model_that_cannot_be_tried_is_warned_of(caplog):
     model = AnswersOnce().double()
     AnswersOnce.owners[:] = [model]
     rewards_and_truth(model, model)

@@ -1,23 +1,18 @@
 """What is recorded of a model, whatever it does with its outputs, and what is left alone."""
 
-from tests.alignment.exactness import N, labels, small_net, x
-from tests.training import num_hooks
 import copy
 import gc
-import pickle
 import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+
 from inloop import capture
 from inloop.alignment import gradients_of
 from inloop.alignment.capture import Recording, make_recorder
-from inloop.alignment.oracles import align_by_loss
-from inloop.errors import BatchSizeError, OverwrittenTensorError, UsageError, VerificationError
-from tests.alignment.architectures import UnseenProduct
-from tests.alignment.exactness import assert_exact, random_direction
-
+from tests.alignment.exactness import N, assert_exact, labels, random_direction, small_net, x
 
 
 def test_in_place_activations():

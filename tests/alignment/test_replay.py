@@ -1,22 +1,35 @@
 """A model, or a checkpointed part of one, that is run again when it is aligned: the rewards are those of what was kept."""
 
-from tests.alignment.replayed import MODELS, WIDTH, Block, Given, HoldsMethod, Late, Nested, Net, Normalised, Recurrent, Residual, Scaled, SequenceFirst, Tied, bytes_kept, make, rewards_of
 import copy
+
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
-import inloop
-from inloop.alignment import rules
-from inloop.alignment.kept import Half, Halves
-from inloop.errors import BatchSizeError, UnsupportedLayerError, UsageError
-from tests.alignment.exactness import assert_exact, per_example_losses, relative_error, rewards_and_oracle
 from torch.utils.checkpoint import checkpoint
+
+import inloop
 from inloop import InLoop, MixturePolicy
-from inloop.errors import UnsupportedLayerError
-from tests.learners import make_learner
-
-
+from inloop.errors import BatchSizeError, UnsupportedLayerError
+from inloop.references import Next
+from tests.alignment.exactness import assert_exact, per_example_losses, relative_error
+from tests.alignment.replayed import (
+    MODELS,
+    Block,
+    Given,
+    HoldsMethod,
+    Late,
+    Nested,
+    Net,
+    Normalised,
+    Recurrent,
+    Residual,
+    Scaled,
+    SequenceFirst,
+    Tied,
+    bytes_kept,
+    make,
+    rewards_of,
+)
 
 # ------------------------------------------------------------------ the model as a whole
 
@@ -98,17 +111,31 @@ def test_examples_are_recomputed_in_parts_where_that_is_the_same(positions, drop
     assert sizes == expected
 
 
+class Watched(Next):
+    """Notes where the first weight of each step is, before the step waits."""
+
+    def __init__(self):
+        super().__init__()
+        self.places = []
+
+    def match(self, current, now):
+        (call,) = current.tape.calls
+        self.places.append(call.layer[0].weight.data_ptr())
+        return super().match(current, now)
+
+
 def test_one_copy_of_the_parameters_at_a_time():
     """The copy for step t+1 is made when that for step t is not needed any more."""
     model = nn.Sequential(nn.Linear(50, 50), nn.Linear(50, 50))
-    learner = inloop.InLoop(model, inloop.MixturePolicy(2), record=inloop.Recording(retain="recompute"))
+    learner = inloop.InLoop(
+        model, inloop.MixturePolicy(2), reference=Watched(), record=inloop.Recording(retain="recompute")
+    )
     for _ in range(2):
         learner.sample(4)
         loss = model(torch.randn(4, 50)).square().mean()
         loss.backward()
-        (call,) = learner._recorder.tape.calls
-        assert call.layer[0].weight.data_ptr() == model[0].weight.data_ptr()
         learner.step(loss)
+        assert learner.reference.places[-1] == model[0].weight.data_ptr()
         (call,) = learner.reference.waiting.tape.calls
         assert call.layer[0].weight.data_ptr() != model[0].weight.data_ptr()
         model.zero_grad()

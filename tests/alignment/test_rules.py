@@ -1,19 +1,13 @@
 """Rules of alignment: which layers keep one, and how users register their own."""
 
-from tests.alignment.exactness import N, labels, small_net, x
-from tests.training import num_hooks
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize
-from inloop import alignment_rule, capture
-from inloop.alignment import affine_in_parameters, linear_in_parameters
-from inloop.alignment import black_box as black_box_module
-from inloop.alignment.rules import _RULES
-from inloop.errors import UnsupportedLayerError
-from tests.alignment.exactness import assert_exact, relative_error, rewards_and_oracle, rule_names
 
+from inloop import alignment_rule
+from inloop.alignment import affine_in_parameters, linear_in_parameters
+from inloop.alignment.rules import _RULES
+from tests.alignment.exactness import assert_exact, rule_names, x
 
 
 def test_a_subclass_that_changes_nothing_keeps_its_rule():

@@ -1,23 +1,14 @@
 """What can be asked of a tape, and calls that do not belong to one batch."""
 
-from tests.alignment.exactness import N, labels, small_net, x
-from tests.training import num_hooks
-import copy
-import gc
-import pickle
-import weakref
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from inloop import capture
-from inloop.alignment import gradients_of
-from inloop.alignment.capture import Recording, make_recorder
-from inloop.alignment.oracles import align_by_loss
-from inloop.errors import BatchSizeError, OverwrittenTensorError, UsageError, VerificationError
-from tests.alignment.architectures import UnseenProduct
-from tests.alignment.exactness import assert_exact, random_direction
 
+from inloop import capture
+from inloop.alignment.oracles import align_by_loss
+from inloop.errors import BatchSizeError, OverwrittenTensorError
+from tests.alignment.exactness import labels, random_direction, small_net, x
 
 
 def test_several_directions_on_one_tape():
@@ -63,7 +54,7 @@ def test_a_recorded_tensor_that_was_overwritten_is_named():
 
 
 class Chosen(nn.Module):
-    """Some rows go through a layer, others do not: whose they are cannot be told."""
+    """Some rows go through a layer, others do not: whose they are cannot be known."""
 
     def __init__(self):
         super().__init__()

@@ -170,7 +170,7 @@ def test_other_wrong_input():
         apply_operation(images, "rotate", 3, sign_N=torch.tensor([1, 0]))
     with pytest.raises(UsageError, match="center_N2 has shape"):
         apply_operation(images, "cutout", 3, center_N2=torch.zeros(2))
-    with pytest.raises(UsageError, match="3 actions were given for 2 images"):
+    with pytest.raises(UsageError, match="Got 3 actions for 2 images"):
         apply(images, AugmentPolicy().sample(3))
     with pytest.raises(UsageError, match="The actions lack center, magnitude, operation"):
         apply(images, {"number": torch.zeros(2)})
@@ -250,7 +250,7 @@ def test_more_wrong_input():
         apply(images, AugmentPolicy().sample(2) | {"center": torch.zeros(2, 4)})
     with pytest.raises(UsageError, match="give a name and a function"):
         register_operation("five", 5)
-    with pytest.raises(UsageError, match="give those of strength 0 and of strength 30"):
+    with pytest.raises(UsageError, match="give two, of strength 0 and of strength 30"):
         register_operation("five", lambda x, m: x, magnitudes=(1.0,))
     with pytest.raises(UsageError, match="give 31 finite magnitudes"):
         Space("short", {"rotate": (1.0, 2.0)})

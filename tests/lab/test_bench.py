@@ -7,10 +7,10 @@ import torch
 
 from inloop.cli import main
 from inloop.errors import UsageError
-from inloop_lab.bench.guard import what_is_worse
 from inloop_lab.bench.memory import peak_bytes
 from inloop_lab.bench.modes import MODES
 from inloop_lab.bench.peers import PEERS
+from inloop_lab.bench.regression import find_regressions
 from inloop_lab.bench.tasks import MODELS, make_task
 from inloop_lab.bench.worker import ALL_MODES, make_step
 
@@ -122,8 +122,8 @@ ROW = {
         ({"batch": 8, "memory_ratio": 9.0}, []),  # was not measured before
     ],
 )
-def test_the_guard_sees_what_is_worse_than_noise(changes, expected):
-    assert what_is_worse([ROW | changes], [ROW]) == expected
+def test_a_regression_is_worse_than_noise(changes, expected):
+    assert find_regressions([ROW | changes], [ROW]) == expected
 
 
 def test_bench_keeps_results_and_compares_them(tmp_path, capsys):

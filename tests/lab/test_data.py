@@ -192,7 +192,7 @@ def test_a_download_is_checked_and_put_in_place(server, tmp_path):
 def test_an_interrupted_download_is_continued(server, tmp_path, ranges):
     target = tmp_path / "file.bin"
     Server.cut_at, Server.ranges = 4000, ranges
-    with pytest.raises(DataError, match=r"could not be downloaded .*will be continued by the same command"):
+    with pytest.raises(DataError, match=r"could not be downloaded .*the same command continues the download"):
         download(server, target, md5(Server.content))
     assert not target.exists()
     assert (tmp_path / "file.bin.part").stat().st_size == 4000

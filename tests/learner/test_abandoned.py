@@ -1,23 +1,14 @@
 """Steps that are not finite, given up, forgotten, skipped or paused: nothing of them is left, and training goes on."""
 
-from tests.training import Run, is_kept, make_net, make_sources, num_hooks, rewards_of
-import copy
-import gc
 import logging
+
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
-from inloop import Bernoulli, Categorical, InLoop, Mixture, MixturePolicy, Product, Recording, refusals
-from inloop.alignment.oracles import align_by_loss
-from inloop.errors import BatchSizeError, OverwrittenTensorError, UnsupportedLayerError, UsageError, VerificationError
+
+from inloop.errors import BatchSizeError, OverwrittenTensorError, UsageError
 from inloop.rewards import Reward
-from inloop.updates.reinforce import normalise
-from tests.alignment.architectures import UnseenProduct
-from tests.learners import make_learner
-from tests.training import Run, make_net, make_sources
-
-
+from tests.training import Run, rewards_of, watch_input
 
 # ------------------------------------------------------------------ steps that are dropped
 
@@ -42,9 +33,46 @@ def test_a_step_that_is_not_finite_is_dropped_counted_and_logged(what, caplog):
     assert report.dropped in caplog.text
     assert torch.equal(run.policy.scores, before)
     assert run.learner.reference.waiting is None
-    assert not run.step().rewarded  # there is nothing left to pay
+    assert not run.step().rewarded  # there is nothing left to reward
     assert run.step().updated
     assert run.policy.scores.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("broken", "named"),
+    [
+        ([], "the loss is nan;"),
+        (["2.bias"], "the loss is nan; parameter '2.bias' is not finite, so no later loss will be;"),
+        (["0.weight", "2.bias"], "the loss is nan; parameter '0.weight' and 1 more is not finite"),
+    ],
+    ids=["none", "one", "two"],
+)
+def test_a_loss_that_stays_nan_is_warned_of_less_and_less_often_with_a_parameter_that_is_not_finite(
+    broken, named, caplog
+):
+    run = Run(accumulate=1)
+    with torch.no_grad():
+        for name in broken:
+            run.model.get_parameter(name).view(-1)[0] = float("nan")
+
+    def step(factor=float("nan")):
+        x, y = run.mixture.draw(run.learner.sample(16))
+        loss = F.cross_entropy(run.model(x), y) * factor
+        loss.backward()
+        report = run.learner.step(loss)
+        run.optimizer.zero_grad()
+        return report
+
+    reports = [step() for _ in range(15)]
+    assert [report.num_dropped for report in reports] == list(range(1, 16))
+    assert all(report.dropped.startswith("the loss is nan") for report in reports)
+    messages = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [message.split(":")[1] for message in messages] == [f" step {number}" for number in (1, 2, 4, 8)]
+    assert all(named in message for message in messages)
+    if not broken:
+        assert step(factor=1.0).dropped is None
+        step()
+        assert "step 17: the loss is nan; dropped (16 so far)" in caplog.records[-1].getMessage()  # in a row
 
 
 def test_rewards_that_are_not_finite_never_reach_the_policy():
@@ -109,8 +137,10 @@ def test_nothing_is_recorded_outside_of_a_step():
     run = Run().train(3)
     for _ in range(5):  # the model is trained on by somebody else
         run.optimizer.zero_grad()
-        F.cross_entropy(run.model(torch.randn(8, 16)), torch.randint(3, (8,))).backward()
-        assert run.learner._recorder.tape is None
+        is_held = watch_input(run.model[2])
+        loss = F.cross_entropy(run.model(torch.randn(8, 16)), torch.randint(3, (8,)))
+        loss.backward()
+        assert not is_held()
         run.optimizer.step()
     run.optimizer.zero_grad()
     assert [report.rewarded for report in run.train(3).reports[-3:]] == [True, True, True]

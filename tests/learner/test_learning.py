@@ -1,22 +1,11 @@
 """Bad sources and harmful operations are found, and among equal ones none is singled out."""
 
-from tests.training import Run, is_kept, make_net, make_sources, num_hooks, rewards_of
-import copy
-import gc
-import logging
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
-from inloop import Bernoulli, Categorical, InLoop, Mixture, MixturePolicy, Product, Recording, refusals
-from inloop.alignment.oracles import align_by_loss
-from inloop.errors import BatchSizeError, OverwrittenTensorError, UnsupportedLayerError, UsageError, VerificationError
-from inloop.rewards import Reward
-from inloop.updates.reinforce import normalise
-from tests.alignment.architectures import UnseenProduct
-from tests.learners import make_learner
-from tests.training import Run, make_net, make_sources
 
+from inloop import Bernoulli, Categorical, MixturePolicy, Product
+from tests.training import Run, make_sources
 
 
 @pytest.mark.parametrize("seed", range(4))

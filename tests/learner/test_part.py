@@ -5,10 +5,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from inloop import InLoop, MixturePolicy, Recording, Reinforce
+from inloop import InLoop, Mixture, MixturePolicy, Recording, Reinforce
 from inloop.errors import BatchSizeError, UsageError
 from inloop.rewards import GradientAlignment
+from inloop.sampler import Sampler
 from tests.learners import make_learner
+from tests.training import make_net, make_sources
 
 
 class Net(nn.Module):
@@ -55,8 +57,8 @@ def train(part, steps=6, micro_batches=1, **options):
         for x in batches:
             learner.sample(8)
             (net(x).square().mean() / micro_batches).backward()
-        chosen.append([draw.rewarded_here for draw in learner._sampler.waiting])
         learner.step(1.0)
+        chosen.append([draw.rewarded_here for draw in learner.reference.waiting.draws])
         optimizer.step()
         optimizer.zero_grad()
     return reward.rewards, chosen, learner
@@ -89,15 +91,13 @@ def test_the_policys_gradient_has_the_same_expectation():
     """Over many choices of a part of one batch."""
     rewards = torch.randn(40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     policy = MixturePolicy(3).double()
-    learner = InLoop(
-        nn.Linear(1, 1), policy, part=0.25, update=Reinforce(normalisation="none"), record=Recording(verify=False)
-    )
-    draw = learner.draw(40)
+    sampler = Sampler(policy, torch.Generator().manual_seed(0))
+    draw = sampler.draw(40, version=0, plain=False)
     log_prob = policy.log_prob(draw.everyone)
     (whole,) = torch.autograd.grad((rewards * log_prob).sum(), policy.scores)
     parts = []
     for _ in range(4000):
-        part = learner._sampler.choose_rewarded(draw, 0.25)
+        part = sampler.choose_rewarded(draw, 0.25)
         (gradient,) = torch.autograd.grad(
             (rewards[part.rewarded_rows] * policy.log_prob(part.rewarded)).sum(), policy.scores
         )
@@ -107,9 +107,6 @@ def test_the_policys_gradient_has_the_same_expectation():
 
 
 def test_it_learns_and_continues():
-    from inloop import Mixture
-    from tests.training import make_net, make_sources
-
     torch.manual_seed(0)
     model, mixture = make_net(), Mixture(make_sources(4, poisoned=2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -142,11 +139,21 @@ def test_it_learns_and_continues():
 
 
 def test_a_run_without_verification_continues_with_a_part():
+    def rewarded_in_the_first_step(state=None):
+        learner = InLoop(
+            net := Net().double(), MixturePolicy(3), part=0.4, update=False, record=Recording(verify=False)
+        )
+        if state is not None:
+            learner.load_state_dict(state)
+        learner.sample(8)
+        net(torch.randn(8, 1, 6, 6, dtype=torch.float64)).square().mean().backward()
+        learner.step(1.0)
+        (draw,) = learner.reference.waiting.draws
+        return draw.rewarded_counts
+
     _, _, learner = train(0.4, verify=False)
-    again = InLoop(Net().double(), MixturePolicy(3), part=0.4, update=False, record=Recording(verify=False))
-    assert not again._recorder.may_record_less()  # what is checkpointed is not known yet
-    again.load_state_dict(learner.state_dict())
-    assert again._recorder.may_record_less()
+    assert rewarded_in_the_first_step() == (8,)  # what is checkpointed is not known yet
+    assert rewarded_in_the_first_step(learner.state_dict()) == (3,)
 
 
 @pytest.mark.parametrize("part", [0.0, -1.0, 1.5])

@@ -1,23 +1,17 @@
 """Mistakes in a training loop end in an error that says what to do; what only looks like one does not."""
 
-from tests.training import Run, is_kept, make_net, make_sources, num_hooks, rewards_of
 import copy
-import gc
-import logging
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from inloop import Bernoulli, Categorical, InLoop, Mixture, MixturePolicy, Product, Recording, refusals
-from inloop.alignment.oracles import align_by_loss
-from inloop.errors import BatchSizeError, OverwrittenTensorError, UnsupportedLayerError, UsageError, VerificationError
-from inloop.rewards import Reward
-from inloop.updates.reinforce import normalise
+
+from inloop import InLoop, MixturePolicy, refusals
+from inloop.errors import BatchSizeError, UnsupportedLayerError, UsageError, VerificationError
 from tests.alignment.architectures import UnseenProduct
 from tests.learners import make_learner
-from tests.training import Run, make_net, make_sources
-
-
+from tests.training import Run, make_net, make_sources, num_hooks
 
 # ------------------------------------------------------------------ arguments
 
@@ -34,6 +28,8 @@ from tests.training import Run, make_net, make_sources
         ({"layers": ["nope"]}, "names 'nope'"),
         ({"verify": "always"}, "verify='always': allowed are 'first', True and False"),
         ({"start_after": -1}, "start_after=-1"),
+        ({"update": "x"}, "update='x': allowed are an inloop.updates.Update, False .* and None"),
+        ({"update": True}, "update=True: allowed are"),
         ({"callback": [print, 3]}, "allowed are a function of a StepReport, and a list of them"),
         (
             {"optimizer": torch.optim.SGD(make_net().parameters())},

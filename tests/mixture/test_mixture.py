@@ -68,7 +68,7 @@ def test_tensors_are_not_copied():
     assert batch[:, 0].tolist() == [1.0, 5.0, 1.0]
 
 
-def test_a_policy_with_too_few_choices_is_told_of(caplog):
+def test_the_mixture_warns_of_a_policy_with_too_few_choices(caplog):
     mixture = Mixture({"web": (torch.zeros(4),), "books": (torch.ones(4),), "code": (torch.ones(4),)})
     for _ in range(5):
         mixture.draw(torch.tensor([0, 1] * 40))

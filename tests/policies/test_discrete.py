@@ -4,6 +4,8 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from inloop import Bernoulli, Categorical, MixturePolicy
 from inloop.errors import UsageError
@@ -200,3 +202,60 @@ def test_limits_stay_finite_at_extreme_scores():
         assert gradient.isfinite().all()
         torch.testing.assert_close(policy.probabilities().sum(), torch.tensor(1.0))
     torch.testing.assert_close(MixturePolicy(10, ceiling=0.1 + 1e-9).probabilities(), torch.full((10,), 0.1))
+
+
+# ------------------------------------------------------------------ many sources
+
+
+def quadratic_log_probabilities(scores_K):
+    """``logsumexp_{j≠i} s_j - logsumexp_j s_j - log(K - 1)``, with a row of all others for each source."""
+    K = len(scores_K)
+    others_KK = scores_K.expand(K, K).masked_fill(torch.eye(K, dtype=torch.bool), float("-inf"))
+    return others_KK.logsumexp(dim=1) - scores_K.logsumexp(dim=0) - torch.tensor(K - 1.0).double().log()
+
+
+@pytest.mark.parametrize("scores", ["even", "random", "equal", "two largest"])
+@pytest.mark.parametrize("K", [2, 3, 50])
+def test_log_probabilities_and_their_gradient_are_those_of_the_obvious_formula(K, scores):
+    policy = MixturePolicy(K).double()
+    with torch.no_grad():
+        policy.scores.copy_(
+            {
+                "even": torch.linspace(-40, 40, K),
+                "random": torch.rand(K, generator=generator()) * 80 - 40,
+                "equal": torch.full((K,), 3.0),
+                "two largest": torch.linspace(-40, 40, K).index_fill(0, torch.tensor([0, K - 1]), 40.0),
+            }[scores]
+        )
+    weights_K = torch.randn(K, generator=generator(), dtype=torch.float64)
+    scores_K = policy.scores.detach().clone().requires_grad_()
+    log_p_K, expected_K = policy.log_probabilities(), quadratic_log_probabilities(scores_K)
+    torch.testing.assert_close(log_p_K, expected_K, rtol=1e-12, atol=1e-12)
+    (gradient_K,) = torch.autograd.grad((weights_K * log_p_K).sum(), [policy.scores])
+    (expected_gradient_K,) = torch.autograd.grad((weights_K * expected_K).sum(), [scores_K])
+    torch.testing.assert_close(gradient_K, expected_gradient_K, rtol=1e-12, atol=1e-12)
+
+
+class LargestTensor(TorchDispatchMode):
+    """The number of elements of the largest tensor that an operation returns."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        self.numel = max([self.numel, *(part.numel() for part in tree_leaves(out) if isinstance(part, torch.Tensor))])
+        return out
+
+
+def test_ten_thousand_sources_take_memory_for_ten_thousand_numbers():
+    K = 10_000
+    policy = MixturePolicy(K)
+    with torch.no_grad():
+        policy.scores.uniform_(-40, 40, generator=generator())
+    with LargestTensor() as largest:
+        actions = policy.sample(64, generator())
+        policy.log_prob(actions).sum().backward()
+        p_K = policy.probabilities()
+    assert K <= largest.numel <= 2 * K
+    torch.testing.assert_close(p_K.sum(), torch.tensor(1.0))
+    assert policy.scores.grad.isfinite().all()

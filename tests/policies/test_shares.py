@@ -1,17 +1,10 @@
 """Fixed shares of sources."""
 
-import copy
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
-import inloop
-from inloop.errors import BatchSizeError, UsageError
-from inloop.policies import Shares
-from inloop.rewards import ExampleLoss
-from inloop.step import Draw
-from inloop.updates import Exp3, FollowLosses
 
+from inloop.errors import UsageError
+from inloop.policies import Shares
 
 
 def test_fixed_mixtures():

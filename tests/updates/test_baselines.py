@@ -1,17 +1,18 @@
 """Update rules that follow the loss: their equations, and what they prefer."""
 
 import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+
 import inloop
 from inloop.errors import BatchSizeError, UsageError
 from inloop.policies import Shares
 from inloop.rewards import ExampleLoss
 from inloop.step import Draw
 from inloop.updates import Exp3, FollowLosses
-
 
 
 def attached(update, policy):

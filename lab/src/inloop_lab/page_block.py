@@ -1,4 +1,4 @@
-"""The part of a page that a command writes, between ``<!-- table: COMMAND -->`` and ``<!-- end -->``."""
+"""The block of a page that a command writes, between ``<!-- table: COMMAND -->`` and ``<!-- end -->``."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What the lab adds to the page of ``inloop report``: a section for each group of runs that can be compared."""
+"""The lab's sections on the page of ``inloop report``: one for each group of comparable runs."""
 
 from pathlib import Path
 
@@ -7,5 +7,5 @@ from inloop_lab.splits.report import split_sections
 
 
 def report_sections(folder: Path) -> list[str]:
-    """HTML on the finished runs below ``folder``; figures are written to ``folder``."""
+    """HTML on the finished runs below ``folder``; writes the figures to ``folder``."""
     return split_sections(folder) + augment_sections(folder)

@@ -88,6 +88,14 @@ class RunAgain(Recorded):
             )
         return outputs
 
+    def refuse_parameters_of_others(self, outside: list[Tensor]) -> None:
+        """Raise if running again has used parameters that are not the twin's: their part in the gradients would be missed."""
+        if outside:
+            raise UnsupportedLayerError(
+                f"'{self.name}' ({type(self.layer).__name__}) uses parameters, the first of shape {tuple(outside[0].shape)}, that are not its own: "
+                "a function or module held outside of it. It cannot be run again. Fix: make that a submodule, or leave it out with layers=."
+            )
+
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class BlackBoxCall(RunAgain):
@@ -108,6 +116,7 @@ class BlackBoxCall(RunAgain):
                 for name, value in self.layer.named_parameters(remove_duplicate=False)
             }
             out = self.checked(tensors_in(self.run(parameters)))[self.output_index]
+            self.refuse_parameters_of_others(graph_of(out)[1])
             inputs = [parameters[name] for name in self.parameter_names]
             given = [direction.get(name) for name in self.parameter_names]
             directions = [torch.zeros_like(p) if d is None else d.to(p) for p, d in zip(inputs, given, strict=True)]
@@ -182,3 +191,24 @@ def restore_random_state(state: Mapping[str, Tensor]) -> None:
             torch.set_rng_state(value)
         else:
             torch.get_device_module(torch.device(name)).set_rng_state(value, torch.device(name))
+
+
+def graph_of(output: Tensor) -> tuple[set[int], list[Tensor], bool]:
+    """The leaves that a gradient of ``output`` goes to, those of them that belong to no copy, and whether it takes a whole backward pass.
+
+    Leaves are compared by identity. A reentrant checkpoint takes one: its own graph is not a part of this one.
+    """
+    leaves, outside, is_reentrant = set(), list[Tensor](), False
+    seen, waiting = set(), [output.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        is_reentrant |= node.name() == "CheckpointFunctionBackward"
+        if (leaf := getattr(node, "variable", None)) is not None:
+            leaves.add(id(leaf))
+            if isinstance(leaf, nn.Parameter):
+                outside.append(leaf)
+        waiting.extend(function for function, _ in node.next_functions)
+    return leaves, outside, is_reentrant

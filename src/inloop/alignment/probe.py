@@ -98,7 +98,7 @@ def _try(model: nn.Module, plan: Plan, inputs: Inputs, num_examples: int, sharde
         raise UnsupportedLayerError(
             f"When some examples of the batch are exchanged, other rows of '{missing[0][0]}', of shape {shape}, change than theirs, or none: "
             f"the rows are not the {num_examples} examples in their order, or examples depend on each other or on their place. Whose a row "
-            "is cannot be told. Fix: give the layer a row for each example, in order (sort and route outside of the model), pass the batch "
+            "is stays unknown. Fix: give the layer a row for each example, in order (sort and route outside of the model), pass the batch "
             "as the model's first tensor, which is where the examples are counted, or leave the layer out with layers=."
         )
     return {key: layout for key, layout in found.items() if layout != Layout()}

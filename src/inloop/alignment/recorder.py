@@ -420,7 +420,7 @@ class AfterForward(_LayerHook):
             if value.grad_fn is not None:
                 raise UnsupportedLayerError(
                     f"'{self.site.name}' ({type(module).__name__}) was called with other tensors in place of its parameters "
-                    "(functional_call), so what it contributes to their gradients cannot be told. Fix: call the operation with these "
+                    "(functional_call), so its part in their gradients is unknown. Fix: call the operation with these "
                     "tensors (torch.nn.functional), or leave the layer out with layers=."
                 )
             if is_sharded(value):

@@ -23,7 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from inloop.alignment.black_box import RunAgain
+from inloop.alignment.black_box import RunAgain, graph_of
 from inloop.alignment.call import LayerCall, Layouts, Recorded, make_twin
 from inloop.alignment.hooks import Hook, not_compiled, remove_all
 from inloop.alignment.kept import Kept, tensors_in
@@ -189,44 +189,19 @@ def _run_again(call: ModelCall, layouts: Layouts, visit: Callable[[Recorded], No
             outputs = call.checked(tensors_in(model(*call.args, **call.kwargs)))
         output = outputs[call.output_index]
         del outputs
-        reached, outside, is_reentrant = _graph_of(output)
+        reached, outside, is_reentrant = graph_of(output)
         if tape.first_parameters and not is_reentrant:
             # The backward pass goes as far as the first layers' parameters, and leaves out the gradients of all others.
             torch.autograd.grad(output, tape.first_parameters, call.dout, allow_unused=True)
         else:
             torch.autograd.backward(output, call.dout)  # into the twin, which is forgotten
             reached |= {id(value) for value in parameters.values() if value.grad is not None}
-        if outside:
-            raise UnsupportedLayerError(
-                f"'{call.name}' ({type(call.layer).__name__}) uses parameters, the first of shape {tuple(outside[0].shape)}, that are not its own: "
-                "a function or module held outside of it. It cannot be run again. Fix: make that a submodule, or leave it out with layers=."
-            )
+        call.refuse_parameters_of_others(outside)
         used = {plan.aliases[name] for name, value in parameters.items() if id(value) in reached}
         refuse_unseen_uses(used - tape.accounted - plan.used_elsewhere)
         for black_box in tape.black_boxes:
             visit(black_box)
         recorder.remove()
-
-
-def _graph_of(output: Tensor) -> tuple[set[int], list[Tensor], bool]:
-    """The leaves that a gradient of ``output`` goes to, those of them that belong to no copy, and whether it takes a whole backward pass.
-
-    Leaves are told by identity. A reentrant checkpoint takes one: its own graph is not a part of this one.
-    """
-    leaves, outside, is_reentrant = set(), list[Tensor](), False
-    seen, waiting = set(), [output.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        is_reentrant |= node.name() == "CheckpointFunctionBackward"
-        if (leaf := getattr(node, "variable", None)) is not None:
-            leaves.add(id(leaf))
-            if isinstance(leaf, nn.Parameter):
-                outside.append(leaf)
-        waiting.extend(function for function, _ in node.next_functions)
-    return leaves, outside, is_reentrant
 
 
 class _VisitedTape(Tape):

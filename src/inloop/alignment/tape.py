@@ -152,7 +152,7 @@ class Tape:
         if any(waiting.batch != written.batch and waiting.batch not in done for waiting in self._waiting):
             raise UnsupportedLayerError(
                 "Several micro-batches are differentiated in one backward pass, through a reentrant checkpoint: which of them a layer's call belongs "
-                "to cannot be told. Fix: use_reentrant=False, or call backward for each micro-batch."
+                "to is unknown. Fix: use_reentrant=False, or call backward for each micro-batch."
             )
 
     def note_gradient(self, name: str, gradient: Tensor | None) -> None:
@@ -301,7 +301,7 @@ Structure = frozenset[tuple[tuple[int, str, int], int]]
 
 _SHARED = (
     "Fix: what all examples share (positions) needs a batch axis of its own, as in positions.expand(N, -1), so that each "
-    "example's part in its gradient can be told."
+    "example has a part of its own in the gradient."
 )
 
 
@@ -321,8 +321,8 @@ def batch_sizes(calls: Sequence[Kept]) -> dict[int, int]:
     for call in calls:
         if isinstance(call, Recorded) and len(call.dout.shape) <= call.batch_axis:
             raise UnsupportedLayerError(
-                f"'{call.name}' ({type(call.layer).__name__}) returned a scalar that reaches the loss; no part of it can be told to "
-                "belong to an example. Fix: return a value for each example and average outside, or leave it out with layers=."
+                f"'{call.name}' ({type(call.layer).__name__}) returned a scalar that reaches the loss; no part of it "
+                "belongs to one example. Fix: return a value for each example and average outside, or leave it out with layers=."
             )
         num_examples = call.num_recorded
         if sizes.setdefault(call.batch, num_examples) != num_examples:

@@ -1,4 +1,4 @@
-"""Doing to each example what was chosen for it.
+"""Does to each example the operations that were chosen for it.
 
 A record is a dict of tensors; R operations follow each other on each of N examples:
 
@@ -6,7 +6,7 @@ A record is a dict of tensors; R operations follow each other on each of N examp
     magnitude_NR   its argument, with its sign
     center_NR2     a point, as shares of width and height
 
-Further entries are the policy's own. The examples of a batch are grouped by primitive, never gone through one by one.
+Further entries are the policy's own. The examples of a batch are grouped by primitive, not done one by one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,19 +24,19 @@ MOST_PIXELS = 32_767  # on a side: Pillow's fixed point, and ours, has 16 bits b
 
 
 def apply(images: Tensor, actions: Actions) -> Tensor:
-    """The images, each with its operations done; new ones, the given stay as they are. No gradient flows through it.
+    """New images, each with its operations done; the given images stay unchanged. No gradient flows through it.
 
     Args:
-        images: uint8 [N, C, H, W] with 1 or 3 channels; for operations of your own whatever they work on, first axis N.
-        actions: What a policy of ``inloop.augment`` sampled for N examples.
+        images: uint8 [N, C, H, W] with 1 or 3 channels; for your own operations any tensor with first axis N.
+        actions: The actions that a policy of ``inloop.augment`` sampled for N examples.
     """
     names = ("operation", "magnitude", "center")
     parts = {name: actions.get(name) for name in names} if isinstance(actions, Mapping) else {}
     record = {name: part for name, part in parts.items() if isinstance(part, Tensor)}
     if missing := set(names) - set(record):
         raise UsageError(
-            f"The actions lack {', '.join(sorted(missing))}. Fix: give what an augmentation policy sampled; of the actions of a "
-            "Product, its part."
+            f"The actions lack {', '.join(sorted(missing))}. Fix: give the actions of an augmentation policy; of a Product's "
+            "actions, that factor's."
         )
     _check_tensor(images)
     operation_NR, magnitude_NR, center_NR2 = (record[name].cpu() for name in names)
@@ -49,14 +49,14 @@ def apply(images: Tensor, actions: Actions) -> Tensor:
         raise UsageError(f"The actions have {shapes}; expected [N, R], [N, R] and [N, R, 2], as a policy samples them.")
     if len(operation_NR) != len(images):
         raise UsageError(
-            f"{len(operation_NR)} actions were given for {len(images)} images; there must be one for each, and "
-            "images have a batch axis."
+            f"Got {len(operation_NR)} actions for {len(images)} images. Fix: give one for each image, and images with a "
+            "batch axis."
         )
     new = images.detach().clone(memory_format=torch.contiguous_format)
     if not bool(operation_NR.any()):
         return new
     plan = _plan(operation_NR)
-    # Ours run an eighth faster in inference mode; others may keep tensors, which must not be of that kind.
+    # Built-in operations run an eighth faster in inference mode. A user's may keep tensors; these must not be inference tensors.
     ours = all(operation.builtin for operation in plan.operations)
     with torch.inference_mode() if ours else torch.no_grad():
         _take_all_turns(new, plan, magnitude_NR, center_NR2)
@@ -83,22 +83,22 @@ def _words(images: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Turn:
-    """The operations that are done at once, one to each of some images: how many to do of each, those of a primitive together."""
+    """Operations that are done at once, one to each of some images, sorted by primitive, and the count of each."""
 
     entries: slice
     operations: list[Operation]
     counts: list[int]
-    starts: list[int]  # how many of the same operation were done in earlier turns
+    starts: list[int]  # entries of the same operation in earlier turns
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """All that is to be done: E entries, by turn, then by primitive, then by operation.
+    """All operations to do: E entries, by turn, then by primitive, then by operation.
 
     Attributes:
-        place_E: At which of an image's R places the entry stands.
-        operations: All that occur.
-        totals: How many entries each has.
+        place_E: The entry's place among its image's R places.
+        operations: All operations that occur.
+        totals: The number of entries of each.
         by_operation_E: The entries in the order of their operations.
     """
 
@@ -137,7 +137,7 @@ def _plan(operation_NR: Tensor) -> _Plan:
 
 
 def _prepare_at_once(images: Tensor, plan: _Plan, magnitude_E: Tensor, center_E2: Tensor) -> dict[str, Arguments]:
-    """For operations that need not look at the pixels: the arguments of all their entries."""
+    """The arguments of all entries whose operations do not need the pixels."""
     order = plan.by_operation_E.to(images.device)
     parts = [torch.split(part.index_select(0, order), plan.totals) for part in (magnitude_E, center_E2)]
     prepared = {}
@@ -151,7 +151,7 @@ def _prepare_at_once(images: Tensor, plan: _Plan, magnitude_E: Tensor, center_E2
 def _take_turn(
     images: Tensor, turn: _Turn, prepared: dict[str, Arguments], magnitude_n: Tensor, center_n2: Tensor
 ) -> list[Tensor]:
-    """Do its first operation to the first so many images, and so on: prepared by operation, done by primitive."""
+    """Do a turn: its first operation to the first images, and so on. Arguments are prepared by operation, done by primitive."""
     groups: list[tuple[Callable[..., Tensor], int, list[Arguments]]] = []
     parts = zip(*(torch.split(part, turn.counts) for part in (images, magnitude_n, center_n2)), strict=True)
     for operation, count, start, part in zip(turn.operations, turn.counts, turn.starts, parts, strict=True):
@@ -176,7 +176,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _size(images: Tensor) -> Tensor:
-    """Width and height, of images; 1 for what has none."""
+    """Width and height of images; 1 for other examples."""
     sides = images.shape[:1:-1] if images.ndim == 4 else (1, 1)
     return torch.tensor(sides, dtype=torch.float64)
 
@@ -194,10 +194,10 @@ def apply_operation(
 
     Args:
         strength_N: 0..30, one for each image or one for all.
-        space: What a strength means.
+        space: The magnitudes of the strengths.
         sign_N: +1 or -1, for rotate, shears and translates; drawn if None.
         center_N2: (x, y) in pixels, for cutout; drawn if None.
-        generator: For what is drawn; by default torch's own.
+        generator: The generator of the draws; by default torch's own.
 
     Example:
         >>> images = torch.randint(256, (2, 3, 32, 32), dtype=torch.uint8)
@@ -206,7 +206,7 @@ def apply_operation(
     """
     _check_tensor(images)
     space, operation, n = get_space(space), get_operation(name), len(images)
-    magnitudes = space.magnitudes.get(name, operation.magnitudes)  # one's own need not be in the space
+    magnitudes = space.magnitudes.get(name, operation.magnitudes)  # a user's operation need not be in the space
     if magnitudes is None:
         raise UsageError(f"Space '{space.name}' has no operation {name!r}; it has {', '.join(space.operations)}.")
     check_examples(images, operation)
@@ -249,7 +249,7 @@ def _one_for_each(what: str, value: Tensor | int, n: int) -> Tensor:
 
 
 def check_examples(images: Tensor, operation: Operation) -> None:
-    """Refuse what an operation of ours cannot work on; the identity leaves anything alone."""
+    """Refuse examples that a built-in operation cannot work on; the identity takes any."""
     if not operation.builtin or operation.code == 0:
         return
     fix = "give uint8 images [N, C, H, W], values 0..255, with 1 or 3 channels"

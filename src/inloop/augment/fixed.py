@@ -1,6 +1,6 @@
 """Augmentation that is not learned: UniformAugment, RandAugment, TrivialAugment.
 
-Each has ``sample(n, generator)``, whose records go through the same ``apply`` as the learned policy's. Axes: N examples, R operations.
+Each has ``sample(n, generator)``; ``apply`` takes its records like the learned policy's. Axes: N examples, R operations.
 """
 
 import torch
@@ -13,7 +13,7 @@ from inloop.errors import UsageError
 
 
 class UniformAugment:
-    """UniformAugment as the paper has it, in Algorithm 3.
+    """UniformAugment as in the paper's Algorithm 3.
 
     Two operations, drawn without replacement, each done with probability one half, with a uniform strength.
 
@@ -39,7 +39,7 @@ class RandAugment:
         whole = isinstance(num_operations, int) and isinstance(strength, int)
         if not whole or num_operations < 1 or not 0 <= strength < STRENGTHS:
             raise UsageError(
-                f"RandAugment({num_operations}, {strength}): at least one operation, and a whole strength from 0 to {STRENGTHS - 1}."
+                f"RandAugment({num_operations}, {strength}): give at least one operation, and a whole strength from 0 to {STRENGTHS - 1}."
             )
         self.space = get_space(space)
         self.num_operations = num_operations

@@ -1,8 +1,8 @@
-"""The image operations: each prepares what its primitive needs, from its images and magnitudes.
+"""The image operations: each prepares its primitive's arguments, from its images and magnitudes.
 
 A *magnitude* is the operation's own argument: degrees, pixels, bits, a blending factor (see ``spaces`` for how strengths
-become magnitudes); a *center* is a point (x, y) in pixels. What a function here returns stands after ``images`` in the call of
-its primitive.
+become magnitudes); a *center* is a point (x, y) in pixels. The result of a function here stands after ``images`` in the call
+of its primitive.
 """
 
 import math
@@ -94,7 +94,7 @@ def contrast(images: Tensor, factor_N: Tensor, center_N2: Tensor) -> tuple[Tenso
 
 @operation(blend, needs_pixels=True)
 def sharpness(images: Tensor, factor_N: Tensor, center_N2: Tensor) -> tuple[Tensor, Tensor]:
-    """Against the image smoothed by (1 1 1, 1 5 1, 1 1 1) / 13. The border, where that does not fit, stays."""
+    """Against the image smoothed by (1 1 1, 1 5 1, 1 1 1) / 13. The border, where the window does not fit, stays."""
     smooth = images.clone()
     if min(images.shape[2:]) >= 3:
         weighted = window_sum(images).add_(images[:, :, 1:-1, 1:-1], alpha=4)
@@ -107,7 +107,7 @@ def sharpness(images: Tensor, factor_N: Tensor, center_N2: Tensor) -> tuple[Tens
 
 
 def _matrix(like_N: Tensor, **entries: Tensor | float) -> Tensor:
-    """[N, 2, 3]: the identity but for the named entries of a b c, d e f."""
+    """[N, 2, 3]: the identity except for the named entries of a b c, d e f."""
     matrix_N6 = like_N.new_zeros(len(like_N), 6)
     matrix_N6[:, ::4] = 1  # a and e
     for name, entry in entries.items():
@@ -130,7 +130,7 @@ def rotate(images: Tensor, degrees_N: Tensor, center_N2: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def _cosine_and_sine(degrees: float) -> tuple[float, float]:
-    """As Pillow has them: of the angle the other way round, rounded to 15 digits."""
+    """As in Pillow: of the negative angle, rounded to 15 digits."""
     angle = -math.radians(degrees % 360.0)
     return round(math.cos(angle), 15), round(math.sin(angle), 15)
 
@@ -147,7 +147,7 @@ def shear_y(images: Tensor, shear_N: Tensor, center_N2: Tensor) -> Tensor:
 
 @operation(affine, signed=True)
 def translate_x(images: Tensor, pixels_N: Tensor, center_N2: Tensor) -> Tensor:
-    """The content moves left by so many pixels; parts of a pixel are rounded."""
+    """The content moves left by ``pixels_N``; fractions of a pixel are rounded."""
     return _matrix(pixels_N, c=(pixels_N + 0.5).floor())
 
 
@@ -171,7 +171,7 @@ def flip_ud(images: Tensor, magnitude_N: Tensor, center_N2: Tensor) -> Tensor:
 
 @operation(replace, needs_pixels=True)
 def blur(images: Tensor, magnitude_N: Tensor, center_N2: Tensor) -> Tensor:
-    """The mean of the 16 pixels at distance two. The border, where that does not fit, stays."""
+    """The mean of the 16 pixels at distance two. The border, where the ring does not fit, stays."""
     blurred = images.clone()
     if min(images.shape[2:]) >= 5:
         blurred[:, :, 2:-2, 2:-2] = ring_sum(images).add_(8).bitwise_right_shift_(4)
@@ -182,7 +182,7 @@ def blur(images: Tensor, magnitude_N: Tensor, center_N2: Tensor) -> Tensor:
 def cutout(images: Tensor, share_N: Tensor, center_N2: Tensor) -> tuple[Tensor, Tensor]:
     """A black box, its side a share of the width, rounded down, and one pixel more.
 
-    The pixel more is Pillow's: the last corner of its rectangles is included. At the left and upper edge the box is moved into
+    The extra pixel is Pillow's: the last corner of its rectangles is included. At the left and upper edge the box is moved into
     the image, at the others it is cut. A side of 0 is no box.
     """
     side_N = (share_N * images.shape[3] + 1e-9).floor()
@@ -191,14 +191,14 @@ def cutout(images: Tensor, share_N: Tensor, center_N2: Tensor) -> tuple[Tensor, 
 
 @operation(erase)
 def cutout_grey(images: Tensor, share_N: Tensor, center_N2: Tensor) -> tuple[Tensor, Tensor]:
-    """As Fast AutoAugment has it: the same in grey, and the side is not rounded before the box is placed."""
+    """Fast AutoAugment's cutout: in grey, and the side is not rounded before the box is placed."""
     side_N = share_N * images.shape[3]
     return _moved_box(side_N, (side_N + 1e-9).floor(), center_N2), _colour(share_N, (125, 123, 114))
 
 
 @operation(erase)
 def cutout_centered(images: Tensor, share_N: Tensor, center_N2: Tensor) -> tuple[Tensor, Tensor]:
-    """As PBA has it: a grey box of an even side around a pixel, cut at all edges."""
+    """PBA's cutout: a grey box of an even side around a pixel, cut at all edges."""
     reach_N1 = (share_N * images.shape[3] / 2 + 1e-9).floor().unsqueeze(1)
     pixel_N2 = center_N2.floor()
     return torch.cat([pixel_N2 - reach_N1, pixel_N2 + reach_N1 - 1], dim=1), _colour(share_N, (125, 122, 113))

@@ -31,7 +31,7 @@ class AugmentPolicy(Policy):
 
     Args:
         space: The operations, by name of a space or from :func:`~inloop.augment.make_space`.
-        numbers: How many operations may follow each other; by default 1, 2, 3 or 4, or as many as there are.
+        numbers: The allowed numbers of operations in a row; by default 1 to 4, at most as many as the space has.
         replacement: Draw an example's operations with replacement, as the authors' code does; the paper draws without.
 
     Example:
@@ -65,7 +65,7 @@ class AugmentPolicy(Policy):
         self.number_logits = nn.Parameter(torch.zeros(len(numbers)))
         self.keep_logits = nn.Parameter(torch.zeros(num_operations))
         self.strength_logits = nn.Parameter(torch.zeros(num_operations, STRENGTHS))
-        # What the logits stand for, so that no others are loaded.
+        # The meaning of the logits: a state with another meaning is refused.
         codes = [get_operation(name).code for name in self.space.operations]
         magnitudes = [m for name in self.space.operations for m in self.space.magnitudes[name]]
         self.register_buffer("meaning", torch.tensor([*numbers, *codes, *magnitudes], dtype=torch.float64))
@@ -146,8 +146,8 @@ class AugmentPolicy(Policy):
         for name, values, limit in limits:
             if values.numel() and not 0 <= int(values.min()) <= int(values.max()) < limit:
                 raise UsageError(
-                    f"Actions have '{name}' from {int(values.min())} to {int(values.max())}; this policy has 0..{limit - 1}. Fix: give what this "
-                    "policy sampled."
+                    f"Actions have '{name}' from {int(values.min())} to {int(values.max())}; this policy has 0..{limit - 1}. Fix: give actions "
+                    "that this policy sampled."
                 )
         return [number_N, choice_NR, keep_NR.bool(), strength_NR]
 
@@ -156,9 +156,9 @@ class AugmentPolicy(Policy):
 
     @torch.no_grad()
     def probabilities(self) -> dict[str, Tensor]:
-        """Of the numbers [numbers], of keeping an operation that was drawn [A], and of its strengths [A, S].
+        """Probabilities of the numbers [numbers], of keeping a drawn operation [A], and of its strengths [A, S].
 
-        Operations are drawn uniformly. Where keeping makes no difference, as for the identity, the probability wanders.
+        Operations are drawn uniformly. Where keeping makes no difference, as for the identity, the probability drifts.
         """
         return {
             "number": self.number_logits.softmax(0),
@@ -167,7 +167,7 @@ class AugmentPolicy(Policy):
         }
 
     def summarise(self, actions: Actions, rewards_N: Tensor) -> dict[str, object]:
-        """Rewards by number, and by operation where it was done or where it was drawn and not kept."""
+        """Rewards by number, and by operation: where it was kept, and where it was drawn and dropped."""
         number_N, choice_NR, keep_NR, _ = self._drawn(actions)
         used_NR = self._is_used(number_N, choice_NR)
         rewards_NR = rewards_N.cpu().unsqueeze(1).expand(-1, choice_NR.shape[1])

@@ -1,4 +1,4 @@
-"""The few batched primitives that all image operations are made of, equal to Pillow pixel for pixel.
+"""The batched primitives of all image operations, equal to Pillow pixel for pixel.
 
 Axes: N images, C channels (1 or 3), H x W pixels, all uint8. Where Pillow computes in float32, float64 or fixed point, so do
 these, in the same order of operations: its results are truncated, and a last bit decides a pixel.
@@ -28,7 +28,7 @@ def blend(images: Tensor, degenerate: Tensor, factor_N: Tensor) -> Tensor:
 def affine(images: Tensor, matrix_N23: Tensor) -> Tensor:
     """The pixel at (x, y) comes from (ax + by + c, dx + ey + f), the nearest one; black outside.
 
-    Coordinates are those of pixel centres in Pillow's 16 bit fixed point. The matrix (a b c, d e f) is float64.
+    Coordinates are pixel centres in Pillow's 16 bit fixed point. The matrix (a b c, d e f) is float64.
     """
     n, channels, height, width = images.shape
     at_center = matrix_N23[..., 2] + matrix_N23[..., 0] * 0.5 + matrix_N23[..., 1] * 0.5
@@ -67,7 +67,7 @@ def replace(images: Tensor, others: Tensor) -> Tensor:
 
 
 def grey(images: Tensor) -> Tensor:
-    """Luma of each pixel, int32 [N, 1, H, W], as Pillow makes L of RGB."""
+    """Luma of each pixel, int32 [N, 1, H, W], as Pillow converts RGB to L."""
     if images.shape[1] == 1:
         return images.to(torch.int32)
     red, green, blue = images.to(torch.int32)[:, :, None].unbind(dim=1)
@@ -76,7 +76,7 @@ def grey(images: Tensor) -> Tensor:
 
 
 def histogram(images: Tensor) -> Tensor:
-    """How often each value occurs, [N, C, 256]: whole numbers in float64, in which dividing them is fast, and exact."""
+    """How often each value occurs, [N, C, 256]: whole numbers in float64, where division is fast and exact."""
     values = images.flatten(2).long()
     counts = torch.zeros(*images.shape[:2], 256, dtype=torch.float64, device=images.device)
     return counts.scatter_add_(2, values, counts.new_ones(()).expand_as(values))

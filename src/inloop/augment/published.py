@@ -1,6 +1,6 @@
-"""Policies that others searched for, carried over as data: AutoAugment, Fast AutoAugment, Population Based Augmentation.
+"""Published policies, as data: AutoAugment, Fast AutoAugment, Population Based Augmentation.
 
-Each has ``sample(n, generator)``, whose records go through ``apply``. Axes: N examples, P sub-policies, R operations of one.
+Each has ``sample(n, generator)``; ``apply`` takes its records. Axes: N examples, P sub-policies, R operations of one.
 """
 
 import json
@@ -60,7 +60,7 @@ class SubPolicies:
 class AutoAugment(SubPolicies):
     """AutoAugment's 25 sub-policies for CIFAR-10.
 
-    A level of 10 is read as that share of the ranges of its paper: so posterize at level 7 keeps 6 bits, of 8 to 4.
+    A level, of 10, is a share of the ranges of its paper: posterize at level 7 keeps 6 bits, of 8 to 4.
     """
 
     def __init__(self) -> None:
@@ -76,8 +76,8 @@ class FastAutoAugment(SubPolicies):
     """Fast AutoAugment's 493 sub-policies for reduced CIFAR-10 (Lim et al. 2019).
 
     Args:
-        width: Of the images: translations are given as shares of it.
-        height: Theirs; None for square ones.
+        width: The images' width: translations are shares of it.
+        height: The images' height; None for square ones.
     """
 
     def __init__(self, width: int = 32, height: int | None = None) -> None:
@@ -90,7 +90,7 @@ class FastAutoAugment(SubPolicies):
 
 
 def _fast_auto_augment_entry(name: str, probability: float, level: float, width: int, height: int) -> Entry:
-    """Ranges are symmetric where a random sign follows, so that there a level of one half does nothing."""
+    """Operations with a random sign have symmetric ranges: there a level of one half does nothing."""
     twice = 2 * level - 1
     magnitude = {
         "shear_x": 0.3 * twice,
@@ -108,10 +108,10 @@ def _fast_auto_augment_entry(name: str, probability: float, level: float, width:
 class PopulationBasedAugment:
     """The schedule that PBA found on reduced CIFAR-10 (Ho et al. 2019), stretched over the epochs of the run.
 
-    What geometric operations uncover is black here; in PBA's own code it mostly ends as the mean colour.
+    Geometric operations uncover black here, in PBA's own code mostly the mean colour.
 
     Args:
-        epochs: Of the run. Set ``epoch``, from 0, as the run goes on.
+        epochs: The epochs of the run. Set ``epoch``, from 0, as the run goes on.
     """
 
     def __init__(self, epochs: int = 200) -> None:
@@ -133,7 +133,7 @@ class PopulationBasedAugment:
         self.signed_E = torch.tensor([operation.signed for operation in operations])
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
-        """Up to two of the 30 entries, in random order: the first ones whose probability says so."""
+        """Up to two of the 30 entries, in random order: the first ones that are drawn with their probability."""
         if self.epoch < 0:
             raise UsageError(f"epoch={self.epoch}: allowed are whole numbers from 0.")
         at = self.epoch * 200 // self.epochs
@@ -143,7 +143,7 @@ class PopulationBasedAugment:
         order_NE = torch.rand(n, len(self.code_E), generator=generator).argsort(dim=1)
         fires_NE = torch.rand(order_NE.shape, generator=generator) < self.probability_FE[phase][order_NE]
         done_NE = fires_NE & (fires_NE.cumsum(dim=1) <= most_N.unsqueeze(1))
-        # What is done first, in order; at most two are.
+        # Done entries come first, in order; there are at most two.
         place_N2 = (~done_NE).byte().argsort(dim=1, stable=True)[:, :2]
         entry_N2, done_N2 = order_NE.gather(1, place_N2), done_NE.gather(1, place_N2)
         magnitude_N2 = self.magnitude_FE[phase][entry_N2]
@@ -151,7 +151,7 @@ class PopulationBasedAugment:
 
 
 def _pba_magnitudes(name: str) -> tuple[float, ...]:
-    """Of the levels 0..10, as every third of our strengths."""
+    """The magnitudes of the levels 0..10: every third strength."""
     table = SPACES["autoaugment"].magnitudes | {"posterize": bits(4, 0), "cutout": real(20 / 32)}
     return table[name][::3]
 

@@ -1,4 +1,4 @@
-"""From what was chosen, by index in a space, to a record that ``apply`` understands.
+"""Makes the records that ``apply`` takes from choices, which are indices in a space.
 
 Axes: N examples, R operations in a row, A operations of the space, S strengths.
 """
@@ -14,7 +14,7 @@ from inloop.augment.spaces import Space
 def make_record(
     space: Space, choice_NR: Tensor, strength_NR: Tensor, done_NR: Tensor, generator: torch.Generator | None
 ) -> dict[str, Tensor]:
-    """The operations to do, in order; random signs and centers are drawn here.
+    """The record of the operations to do, in order; draws random signs and centers.
 
     Args:
         choice_NR: Index of each operation in the space.
@@ -31,7 +31,7 @@ def make_record(
 def finish_record(
     code_NR: Tensor, magnitude_NR: Tensor, signed_NR: Tensor, done_NR: Tensor, generator: torch.Generator | None
 ) -> dict[str, Tensor]:
-    """Draw random signs where they belong, and centers."""
+    """Draw centers, and random signs for signed operations."""
     sign_NR = torch.where(signed_NR, draw_signs(tuple(code_NR.shape), generator), 1)
     return {
         "operation": torch.where(done_NR, code_NR, 0),

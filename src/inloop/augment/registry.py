@@ -1,7 +1,7 @@
-"""Operations by name, the user's own among them.
+"""Operations by name, the user's own included.
 
-A record of what to do to each example is a dict of tensors, so there an operation is a number: one that follows from its name
-alone, and is the same in every process.
+A record is a dict of tensors, so an operation in it is a number. The number follows from the operation's name alone, and is
+the same in every process.
 """
 
 import math
@@ -22,16 +22,16 @@ Prepare = Callable[[Tensor, Tensor, Tensor], "Tensor | tuple[Tensor, ...]"]
 
 @dataclass(frozen=True)
 class Operation:
-    """What is done to some of a batch's examples.
+    """An operation on some of a batch's examples.
 
     Attributes:
-        primitive: ``primitive(examples, *prepared)`` gives the new examples. Operations with the same one run together.
+        primitive: ``primitive(examples, *prepared)`` gives the new examples. Operations with the same primitive run together.
         prepare: ``prepare(examples, magnitude_N, center_N2)`` gives the primitive's other arguments, first axis N.
         signed: Whether the magnitude gets a random sign.
-        needs_pixels: Whether ``prepare`` gets the examples that belong to the magnitudes. If not, it runs once for all turns, and gets
-            the whole batch, of which only the shape of an image (not their number) means anything.
-        magnitudes: Of the 31 strengths, for spaces that do not say otherwise; None if it has none of its own.
-        builtin: Whether it is one of ours, which work on uint8 images [N, C, H, W].
+        needs_pixels: Whether ``prepare`` gets the examples that belong to the magnitudes. If not, it runs once for all turns, gets
+            the whole batch, and must use only the shape of an image (not their number).
+        magnitudes: Its own magnitudes of the 31 strengths, for spaces without others; None if it has none.
+        builtin: Whether it is inloop's own, for uint8 images [N, C, H, W].
     """
 
     name: str
@@ -43,7 +43,7 @@ class Operation:
     builtin: bool = True
 
     def prepared(self, examples: Tensor, magnitude_N: Tensor, center_N2: Tensor) -> Arguments:
-        """What stands after ``examples`` in the call of the primitive."""
+        """The arguments after ``examples`` in the call of the primitive."""
         arguments = self.prepare(examples, magnitude_N, center_N2)
         return arguments if isinstance(arguments, tuple) else (arguments,)
 
@@ -71,7 +71,7 @@ def add_operation(operation: Operation) -> None:
 def operation(
     primitive: Callable[..., Tensor], signed: bool = False, needs_pixels: bool = False
 ) -> Callable[[Prepare], Prepare]:
-    """Decorates what prepares an operation of ours, which takes its name."""
+    """Decorates the ``prepare`` of a built-in operation, which takes its name."""
 
     def add(prepare: Prepare) -> Prepare:
         add_operation(Operation(prepare.__name__, primitive, prepare, signed, needs_pixels))
@@ -92,8 +92,8 @@ def get_operation(name: str) -> Operation:
 def operation_with_code(code: int) -> Operation:
     if code not in _names:
         raise UsageError(
-            f"The record has an operation with number {code}, which is not known here. Fix: register your own operations before a "
-            "record is used."
+            f"The record has an operation with number {code}, which is not known here. Fix: register your own operations before you "
+            "use a record."
         )
     return _operations[_names[code]]
 
@@ -109,7 +109,7 @@ def register_operation(
     Args:
         function: ``function(examples, magnitude_N)`` gives new examples of the same shape and dtype; it gets some of a batch's
             examples, each with its magnitude (float64). In :func:`~inloop.augment.apply` it runs without autograd.
-        magnitudes: Those of strength 0 and of strength 30; the others lie evenly between.
+        magnitudes: The magnitudes of strength 0 and of strength 30; the others lie evenly between.
         signed: Whether the magnitude gets a random sign.
 
     Example:
@@ -129,7 +129,7 @@ def register_operation(
         or len(magnitudes) != 2
         or not all(math.isfinite(end) for end in magnitudes)
     ):
-        raise UsageError(f"Operation '{name}': magnitudes={magnitudes}: give those of strength 0 and of strength 30.")
+        raise UsageError(f"Operation '{name}': magnitudes={magnitudes}: give two, of strength 0 and of strength 30.")
     if name in _operations and _operations[name].builtin:
         raise UsageError(f"Operation {name!r} is one of inloop's own. Fix: choose another name.")
     low, high = magnitudes
@@ -153,6 +153,6 @@ def _checked(name: str, new: Tensor, old: Tensor) -> Tensor:
         )
     if new.dtype.is_floating_point and bool((~torch.isfinite(new) & torch.isfinite(old)).any()):
         raise UsageError(
-            f"Operation '{name}' returned values that are not finite (NaN or infinite). Fix: mend the operation."
+            f"Operation '{name}' returned values that are not finite (NaN or infinite). Fix: correct the operation."
         )
     return new

@@ -1,4 +1,4 @@
-"""Search spaces: which operations there are, and the magnitude of each strength 0..30.
+"""Search spaces: their operations, and the magnitude of each strength 0..30.
 
 With k the strength, as in the authors' code (``int`` truncates):
 
@@ -8,7 +8,7 @@ With k the strength, as in the authors' code (``int`` truncates):
     posterize              high - int((high - low) k / 30) bits
     blends                 low + (high - low) k / 30       factor
 
-The paper's table of WideLong has three slips: equalize takes no strength, posterize keeps 2 to 8 bits, and brightness has the
+The paper's table of WideLong has three errors: equalize takes no strength, posterize keeps 2 to 8 bits, and brightness has the
 range of the other blends.
 """
 
@@ -82,7 +82,7 @@ def _magnitudes(
     blend: tuple[float, float],
     box: float,
 ) -> dict[str, tuple[float, ...]]:
-    """The magnitudes of our operations, for the spaces to choose from."""
+    """The magnitudes of the built-in operations, for the spaces to choose from."""
     return {
         "identity": NO_STRENGTH,
         "auto_contrast": NO_STRENGTH,
@@ -158,9 +158,9 @@ def get_space(space: str | Space) -> Space:
 
 
 def make_space(operations: Sequence[str], base: str | Space = "wl", name: str = "own") -> Space:
-    """A space of the operations named: those of ``base`` with the magnitudes they have there, and your own registered ones.
+    """A space of the named operations, with the magnitudes of ``base``; your own operations have their registered ones.
 
-    Operations of ours that ``base`` lacks have the wide magnitudes of ``wl``.
+    Built-in operations that ``base`` lacks have the wide magnitudes of ``wl``.
 
     Example:
         >>> make_space(["identity", "rotate", "shear_x"], base="ra").operations

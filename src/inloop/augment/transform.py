@@ -1,4 +1,4 @@
-"""A drop-in transform for one image in a pipeline that exists."""
+"""A drop-in transform for one image in an existing pipeline."""
 
 from typing import Any, Protocol
 
@@ -20,8 +20,8 @@ class ChoosesOperations(Protocol):
 class Transform:
     """Augments one image, PIL or tensor, by a policy: for ``torchvision.transforms.Compose`` and the like.
 
-    It draws from torch's own random numbers, which ``DataLoader`` seeds in each worker, unless it has a generator. A policy
-    that is learned must draw in the main process, where its learner sees the choices: use :func:`~inloop.augment.apply` on
+    It draws from torch's own random numbers, which ``DataLoader`` seeds in each worker, unless it has a generator. A learned
+    policy must draw in the main process, where its learner sees the choices: use :func:`~inloop.augment.apply` on
     whole batches there.
 
     Args:
@@ -68,7 +68,7 @@ def _from_pil(image: Any) -> Tensor:
 
 
 def _to_pil(image: Tensor, like: Any) -> Any:
-    from PIL import Image  # only a user of PIL images comes here
+    from PIL import Image  # only for PIL images
 
     array = image.numpy() if like.mode == "RGB" else image[0].numpy()
     return Image.fromarray(np.ascontiguousarray(array.transpose(1, 2, 0)) if like.mode == "RGB" else array)

@@ -1,8 +1,8 @@
-"""The command ``inloop``: check a model, report on runs; with the lab, also run experiments and measure what a step costs.
+"""The command ``inloop``: check a model, report on runs; with the lab, also run experiments and measure the cost of a step.
 
-Other packages add commands by entry points of the group ``inloop.commands``: functions that add a parser to the subparsers they are given.
+Other packages add commands by entry points of the group ``inloop.commands``: functions that add a parser to the given subparsers.
 
-Exit codes: 0, 1 for a failure, 2 for wrong usage, 130 after Ctrl-C (what goes to a folder or a file is saved).
+Exit codes: 0, 1 for a failure, 2 for wrong usage, 130 after Ctrl-C (a run with a folder or a file is saved).
 """
 
 import argparse
@@ -18,18 +18,18 @@ from inloop.errors import InloopError, UsageError
 
 COMMANDS = "inloop.commands"
 LAB_COMMANDS = {"run": "run an experiment", "bench": "time and memory of a training step"}
-_DISTRIBUTIONS = {"PIL": "pillow"}  # that are not called as what is imported
+_DISTRIBUTIONS = {"PIL": "pillow"}  # distributions that have another name than their module
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the arguments, do what they say, return the exit code."""
+    """Run the command that the arguments name; returns the exit code."""
     options = _parser().parse_args(arguments)
     try:
         _require(options.needs)
         code: int = options.run(options)
     except KeyboardInterrupt:
         saved = getattr(options, "out", None) is not None or hasattr(options, "restart")
-        promise = "; what is finished is saved, the same command continues" if saved else ""
+        promise = "; finished work is saved, the same command continues" if saved else ""
         print(f"inloop: interrupted{promise}", file=sys.stderr)
         return 130
     except UsageError as error:
@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_absent(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, what: str) -> None:
-    """A command that says what to install, whatever it is given: no character begins an option."""
+    """Add a command that takes any arguments and says what to install: no character begins an option."""
     text = f'{what}; part of the lab: pip install "inloop[lab]"'
     absent = commands.add_parser(name, help=text, add_help=False, prefix_chars="\0")
     absent.add_argument("anything", nargs="*")

@@ -12,11 +12,13 @@ from inloop.errors import UsageError
 def add_check(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     check = commands.add_parser(
         "check",
-        help="compare the rewards of a model of yours with brute force, parameter by parameter",
+        help="compare the rewards of your model with brute force, parameter by parameter",
         description="FUNCTION takes nothing and returns (model, batch, losses); losses(model, batch) gives one loss for each example.",
     )
-    check.add_argument("target", metavar="MODULE:FUNCTION", help="as in my_project.models:make; found from here")
-    check.add_argument("--examples", type=int, default=4, help="how many examples of the batch to use; default: 4")
+    check.add_argument(
+        "target", metavar="MODULE:FUNCTION", help="as in my_project.models:make; imported from this folder"
+    )
+    check.add_argument("--examples", type=int, default=4, help="examples of the batch to use; default: 4")
     check.add_argument("--json", action="store_true", help="print one JSON object")
     check.set_defaults(run=_check, needs=("rich",))
 

@@ -47,7 +47,7 @@ def _table(check: Check, longest_name: int) -> Table:
 
 
 def _shortened(name: str, length: int) -> str:
-    """Without its middle, if it is too long."""
+    """The name without its middle, if it is too long."""
     half = (length - 1) // 2
     return name if len(name) <= length else f"{name[:half]}…{name[-half:]}"
 

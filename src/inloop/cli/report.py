@@ -7,9 +7,9 @@ from pathlib import Path
 def add_report(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     report = commands.add_parser(
         "report",
-        help="write a page on a run of yours, or on the runs of a folder",
-        description="A page with tables and figures: shares over steps and rewards by source, from the file that inloop.Records "
-        "wrote in a run of yours; the paper's tables and figures, for runs of `inloop run`.",
+        help="write a page on your run, or on the runs of a folder",
+        description="Writes a page with tables and figures: for a file of inloop.Records, shares over steps and rewards by source; "
+        "for runs of `inloop run`, the paper's tables and figures.",
     )
     report.add_argument(
         "path", type=Path, metavar="PATH", help="a file of inloop.Records, or a folder with one or more runs"

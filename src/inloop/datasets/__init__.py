@@ -1,7 +1,7 @@
 """The 1,797 handwritten digits that come with the package, 8 x 8 pixels, 10 classes: to try things with.
 
 Source: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning Repository, 1998
-(https://doi.org/10.24432/C50P49), the test part, as distributed with scikit-learn; licence CC BY 4.0.
+(https://doi.org/10.24432/C50P49), the test set, as distributed with scikit-learn; licence CC BY 4.0.
 """
 
 from importlib.resources import files
@@ -31,7 +31,7 @@ def digit_pixels() -> tuple[Tensor, Tensor]:
 
 
 def digit_sources(num_sources: int, bad: int) -> list[tuple[Tensor, Tensor]]:
-    """The digits in so many parts, for a :class:`inloop.Mixture`; the part ``bad`` has random labels, the same each time."""
+    """The digits as sources of a :class:`inloop.Mixture`; the source ``bad`` has random labels, the same each time."""
     images, labels = digits()
     sources = list(zip(images.chunk(num_sources), labels.chunk(num_sources), strict=True))
     x, y = sources[bad]

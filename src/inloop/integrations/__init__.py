@@ -1,1 +1,1 @@
-"""inloop in the trainers and trackers that people use. Each file needs its own package, and is imported only on request."""
+"""Adapters for trainers and trackers. Each file needs a package of its own, and is imported only on request."""

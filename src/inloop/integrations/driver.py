@@ -1,4 +1,4 @@
-"""What the adapters of all trainers do: make the learner when the model is ready, announce batches, pay steps, keep the state."""
+"""The common core of all trainers' adapters: makes the learner, announces batches, rewards steps, keeps the state."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,13 +15,13 @@ from inloop.policies import MixturePolicy, Policy
 
 
 class Driver:
-    """A learner over a mixture, driven by somebody else's training loop.
+    """A learner over a mixture, driven by a trainer's loop.
 
     Args:
         batch_size: Examples in each (micro-)batch of this process.
-        batches_per_epoch: By default as many as one pass over all sources has, over all processes.
-        learner_options: For :class:`inloop.InLoop`.
-        loader_options: For :meth:`inloop.Mixture.loader`.
+        batches_per_epoch: By default one pass over all sources, divided among the processes.
+        learner_options: Options of :class:`inloop.InLoop`.
+        loader_options: Options of :meth:`inloop.Mixture.loader`.
     """
 
     def __init__(
@@ -48,24 +48,24 @@ class Driver:
 
     @property
     def batches_per_epoch(self) -> int:
-        """A multiple of the batches of a step, so that no step has fewer."""
+        """The batches of an epoch: a multiple of the batches of a step, so that every step is full."""
         each = int(self.loader_options.get("micro_batches", 1))
         if self._batches_per_epoch is not None:
             if self._batches_per_epoch % each:
                 raise UsageError(
-                    f"batches_per_epoch={self._batches_per_epoch} is no multiple of the {each} batches that are accumulated for a step; the last "
-                    "step of an epoch would have fewer. Fix: give a multiple."
+                    f"batches_per_epoch={self._batches_per_epoch} is no multiple of the {each} batches that a step accumulates; the last step of an "
+                    "epoch would have fewer. Fix: give a multiple."
                 )
             return self._batches_per_epoch
         if not all(isinstance(source, IndexedSource) for source in self.mixture.sources):
             raise UsageError(
-                "A source is a stream, which has no length. Fix: say how many batches an epoch has, batches_per_epoch=."
+                "A source is a stream, which has no length. Fix: give the batches of an epoch, batches_per_epoch=."
             )
         total = sum(source.size or 0 for source in self.mixture.sources)
         return max(1, total // (self.batch_size * world_size() * each)) * each
 
     def attach(self, model: nn.Module) -> None:
-        """The model is ready, in whatever wrapper. Does nothing while it is attached already."""
+        """Make the learner of ``model``, in whatever wrapper. Does nothing if it is attached already."""
         if self._is_attached:
             return
         self.learner = InLoop(model, self.policy, **self.learner_options)
@@ -75,24 +75,24 @@ class Driver:
             self.load_state_dict(self._state)
 
     def loader(self) -> "EpochLoader":
-        """It may be asked for before the model is ready, and iterated after."""
+        """A loader of an epoch's batches. A trainer may ask for it before the model is ready, and iterate it afterwards."""
         return EpochLoader(self)
 
     def batches(self) -> Iterator[Any]:
-        """Of one epoch."""
+        """The batches of one epoch."""
         for _, batch in zip(range(self.batches_per_epoch), self._attached()[1].batches(), strict=False):
             yield batch
 
     def begin_batch(self) -> None:
-        """Call it before each (micro-)batch is trained on."""
+        """Call it before training on each (micro-)batch."""
         self._attached()[1].use_next()
 
     def add_loss(self, loss: Tensor) -> None:
-        """Of a micro-batch, as it is back-propagated; those of a step are added up."""
+        """Add the loss of a micro-batch, as it is back-propagated, to the loss of the step."""
         self._losses.append(float(loss.detach()))
 
     def end_step(self, scaler: Any = None) -> None:
-        """Call it after the last backward pass of a step, before gradients are clipped. Without any backward pass the batch is forgotten."""
+        """Call it after the last backward pass of a step, before clipping. Without any backward pass it skips the batch."""
         losses, self._losses = self._losses, []
         learner, _ = self._attached()
         if losses:
@@ -101,13 +101,13 @@ class Driver:
             learner.skip()
 
     def state_dict(self) -> dict[str, Any]:
-        """At any time: the micro-batches of a step that is not over are used again."""
+        """The state, at any time. A continued run uses the micro-batches of an unfinished step again."""
         learner, loader = self._attached()
         saved = loader.state_dict(within_step=True)
         return {"learner": learner.state_dict() | {"draws": []}, "loader": saved}
 
     def last_state(self) -> dict[str, Any] | None:
-        """That of now, or of when it was closed; None if it was never attached."""
+        """The present state, or the state at closing; None if no model was ever attached."""
         return self.state_dict() if self._is_attached else self._state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -120,7 +120,7 @@ class Driver:
             self._state = None
 
     def close(self) -> None:
-        """Take the learner off the model; the next that is attached goes on from here."""
+        """Take the learner off the model. The next model that is attached continues from its state."""
         if self._is_attached:
             self._state = self.state_dict()
             self._attached()[0].close()
@@ -129,17 +129,17 @@ class Driver:
     def _attached(self) -> tuple[InLoop, MixtureLoader]:
         if not self._is_attached or self.learner is None or self._loader is None:
             raise UsageError(
-                "There is no learner: it is made when training begins, and goes when it ends. Fix, if this is Lightning: give the Trainer "
+                "There is no learner: it exists only while the trainer trains. Fix, for Lightning: give the Trainer "
                 "callbacks=[InLoopCallback(data)]."
             )
         return self.learner, self._loader
 
 
 class EpochLoader:
-    """An epoch's batches each time it is iterated.
+    """Yields an epoch's batches each time it is iterated.
 
-    It is no ``DataLoader``: trainers that would replace a DataLoader's sampler by their own leave it alone. Examples are drawn by a policy,
-    so an epoch is whatever number of batches one likes to call so.
+    It is no ``DataLoader``: trainers would replace a DataLoader's sampler by their own. The policy draws the examples, so the length of an
+    epoch is a free choice.
     """
 
     def __init__(self, driver: Driver) -> None:

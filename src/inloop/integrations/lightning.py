@@ -4,8 +4,8 @@
     trainer = lightning.Trainer(callbacks=[InLoopCallback(data)], gradient_clip_val=1.0)
     trainer.fit(module, data)
 
-The reference gradient is the unclipped one: it is read in ``on_before_optimizer_step``, which Lightning calls after the last backward pass
-of a step and before it clips.
+The reference gradient is unclipped: the callback reads it in ``on_before_optimizer_step``. Lightning calls that after the last backward pass
+of a step, before it clips.
 """
 
 from collections.abc import Callable
@@ -26,9 +26,9 @@ class MixtureDataModule(pl.LightningDataModule):
 
     Args:
         batch_size: Examples in each batch, of each process.
-        batches_per_epoch: By default as many as one pass over all sources has.
+        batches_per_epoch: By default one pass over all sources.
         policy: By default a :class:`inloop.MixturePolicy` over the sources.
-        loader_options: Further ones of :meth:`inloop.Mixture.loader`, as ``num_workers``.
+        loader_options: Further options of :meth:`inloop.Mixture.loader`, such as ``num_workers``.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class InLoopCallback(pl.Callback):
     """Learns the mixture of a :class:`MixtureDataModule` while Lightning trains.
 
     Args:
-        model: Which part of the LightningModule to learn from, by default all of it.
-        learner_options: Further ones of :class:`inloop.InLoop`, as ``callback=inloop.Records("run.jsonl")``.
+        model: Returns the module of the LightningModule to learn from, by default all of it.
+        learner_options: Further options of :class:`inloop.InLoop`, such as ``callback=inloop.Records("run.jsonl")``.
     """
 
     def __init__(
@@ -73,12 +73,12 @@ class InLoopCallback(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not pl_module.automatic_optimization:
             raise UsageError(
-                "The LightningModule optimizes by hand, where only it knows when a step is over. Fix: call learner.sample and learner.step in "
+                "The LightningModule optimizes by hand, and only it knows when a step ends. Fix: call learner.sample and learner.step in "
                 "training_step, as in a plain loop."
             )
         if getattr(trainer.precision_plugin, "scaler", None) is not None:
             raise UsageError(
-                "precision='16-mixed' scales the loss, and Lightning has unscaled the gradients when it shows them. Fix: use 'bf16-mixed', or a plain "
+                "precision='16-mixed' scales the loss, and Lightning unscales the gradients before the callback sees them. Fix: use 'bf16-mixed', or a plain "
                 "loop with learner.step(loss, scaler=scaler)."
             )
         self.driver.loader_options = {"micro_batches": trainer.accumulate_grad_batches} | self.driver.loader_options

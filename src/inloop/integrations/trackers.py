@@ -25,14 +25,14 @@ class WandB:
     """Logs to a run of Weights & Biases.
 
     Args:
-        run: What ``wandb.init`` returned. It stays open: other things are logged to it, too.
+        run: The result of ``wandb.init``. It stays open for other logs.
     """
 
     def __init__(self, run: Any) -> None:
         self.run = run
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        # With a step of our own as a field: wandb refuses to go back in its own, as a continued run may have to.
+        # The step is a field: wandb's own step cannot go back, and a continued run may have to.
         self.run.log({"inloop/step": step, **{f"inloop/{name}": value for name, value in numbers.items()}})
 
     def close(self) -> None:
@@ -43,7 +43,7 @@ class MLflow:
     """Logs metrics to a run of MLflow.
 
     Args:
-        run_id: As of ``mlflow.start_run().info.run_id``.
+        run_id: The run's id, ``mlflow.start_run().info.run_id``.
     """
 
     def __init__(self, run_id: str) -> None:

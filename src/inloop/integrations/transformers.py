@@ -1,10 +1,10 @@
-"""The Trainer of Hugging Face transformers, with batches drawn from a mixture that is learned.
+"""The Trainer of Hugging Face transformers, with batches from a learned mixture.
 
     trainer = MixtureTrainer(model=model, args=arguments, mixture=inloop.Mixture([first, second, third]))
     trainer.train()
 
-The reference gradient is the unclipped one: it is read at the end of ``training_step``, the only place after the backward pass and before
-the Trainer clips (``on_pre_optimizer_step`` comes after that).
+The reference gradient is unclipped: MixtureTrainer reads it at the end of ``training_step``, the only place after the backward pass and
+before the Trainer clips (``on_pre_optimizer_step`` comes after that).
 """
 
 import copy
@@ -29,11 +29,11 @@ class MixtureTrainer(Trainer):
     """A Trainer that draws its batches from a mixture, example by example, and learns which sources to draw from.
 
     Args:
-        mixture: The training data, in place of ``train_dataset``; any ``datasets.Dataset`` is a source. Unless it has a collate function of
-            its own, that of the Trainer is used.
+        mixture: The training data, in place of ``train_dataset``; any ``datasets.Dataset`` is a source. A mixture without a collate
+            function of its own uses the Trainer's.
         policy: By default a :class:`inloop.MixturePolicy` over the sources.
-        batches_per_epoch: By default as many as one pass over all sources has.
-        learner_options: For :class:`inloop.InLoop`.
+        batches_per_epoch: By default one pass over all sources.
+        learner_options: Options of :class:`inloop.InLoop`.
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class MixtureTrainer(Trainer):
         **kwargs: Any,
     ) -> None:
         if kwargs.get("train_dataset") is not None:
-            raise UsageError("MixtureTrainer was given a train_dataset; its training data is mixture=.")
+            raise UsageError("MixtureTrainer got a train_dataset. Fix: give the training data as mixture=.")
         super().__init__(*args, **kwargs)
         if mixture.collate is default_collate:
             mixture = copy.copy(mixture)  # another Trainer may have another collator
             mixture.collate = self._get_collator_with_removed_columns(self.data_collator, description="training")
         arguments = self.args
-        arguments.ignore_data_skip = True  # the loader's own state says where to go on
+        arguments.ignore_data_skip = True  # the loader's own state says where to continue
         loader_options = {
             "num_workers": arguments.dataloader_num_workers,
             "prefetch": arguments.dataloader_prefetch_factor or 2,
@@ -65,7 +65,7 @@ class MixtureTrainer(Trainer):
 
     @property
     def learner(self) -> InLoop | None:
-        """There is one when training has begun."""
+        """The learner; None before training begins."""
         return self.driver.learner
 
     def get_train_dataloader(self) -> EpochLoader:  # type: ignore[override]
@@ -105,6 +105,6 @@ class _Attach(TrainerCallback):
         self.driver.attach(kwargs["model"])
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        saved = self.driver.state_dict()  # in all processes: what waits to be paid is dropped
+        saved = self.driver.state_dict()  # in all processes: it drops the step that waits for its reward
         if args.should_save:
             write_checkpoint(Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / _FILE, saved)

@@ -1,3 +1,3 @@
-"""Data sources, and batches drawn from them as a policy says."""
+"""Data sources, and batches that a policy draws from them."""
 
 from inloop.mixture.mixture import Mixture as Mixture

@@ -1,4 +1,4 @@
-"""Batches of examples that come from different sources."""
+"""Batches of examples from different sources."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -12,7 +12,7 @@ from inloop.mixture.sources import IndexedSource, Source
 
 
 def tensors_alike(sources: Sequence[Source]) -> list[tuple[Tensor, ...]]:
-    """The tensors of each source, if all sources are tensors, of one kind; else nothing."""
+    """The tensors of each source, if all sources have tensors of the same dtypes, devices and shapes; else an empty list."""
     datasets = [source.dataset if isinstance(source, IndexedSource) else None for source in sources]
     if not all(type(dataset) is TensorDataset for dataset in datasets):  # a subclass may do more than index
         return []
@@ -36,7 +36,7 @@ def collated(examples: list[Any], collate: Callable[[list[Any]], Any]) -> Any:
     """``collate(examples)``.
 
     Raises:
-        UsageError: If it does not work because the examples differ in form, or the default would leave out what only some of them have.
+        UsageError: If it fails because the examples differ in form, or if the default would leave out entries that only some of them have.
     """
     if collate is default_collate and len({_entries(example) for example in examples}) > 1:
         raise _different_forms(examples, "they have different entries")
@@ -49,7 +49,7 @@ def collated(examples: list[Any], collate: Callable[[list[Any]], Any]) -> Any:
 
 
 def with_tensors(example: Any) -> Any:
-    """A number in an example as a tensor, since examples of other sources may have one there."""
+    """The example with its numbers as tensors, since other sources may have tensors there."""
     if isinstance(example, (int, float)):
         return torch.as_tensor(example, dtype=torch.float64 if isinstance(example, float) else None)
     if type(example) in (tuple, list) and not all(isinstance(part, (int, float)) for part in example):
@@ -66,12 +66,12 @@ def _entries(example: Any) -> tuple[Any, ...] | None:
 def _different_forms(examples: list[Any], reason: str) -> UsageError:
     different = " and ".join(dict.fromkeys(_form_of(example) for example in examples))
     return UsageError(
-        f"Examples of different forms cannot be put into one batch: {different} ({reason}). Fix: let all sources give the same, or pass collate=."
+        f"Examples of different forms cannot be put into one batch: {different} ({reason}). Fix: give all sources one form, or pass collate=."
     )
 
 
 def _form_of(example: Any) -> str:
-    """What an example is made of, in few words."""
+    """A short description of an example's types and shapes."""
     if isinstance(example, Tensor):
         return f"a tensor {list(example.shape)}"
     if isinstance(example, dict):

@@ -1,8 +1,8 @@
-"""Batches from a mixture for a training loop, read ahead by worker processes if asked for.
+"""Batches from a mixture for a training loop; worker processes can read them ahead.
 
-Choices are drawn in this process, by the policy as it is when a batch is *ordered*; workers only fetch examples and hold
-no state. So a change of the policy takes effect after the batches that are on order (``batches_ahead``); ``StepReport.lag`` says how
-many updates that was. What is on order is part of the state: a continued run uses the same batches as one that was not interrupted.
+The policy draws choices in this process when a batch is *ordered*; workers only fetch examples and hold no state. So an update of
+the policy takes effect after the batches on order (``batches_ahead``); ``StepReport.lag`` counts the updates in between. The state
+includes the batches on order: a continued run uses the same batches as an uninterrupted one.
 """
 
 from collections import deque
@@ -27,14 +27,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Order:
-    """A batch that was chosen and not yet used; N counts the examples of all processes."""
+    """A batch that is chosen and not used yet; N counts the examples of all processes."""
 
     draw: Draw
     source_N: Tensor
     position_N: Tensor
-    read: dict[int, Any] = field(
-        default_factory=dict
-    )  # examples of streams that were read already, by place in the batch
+    read: dict[int, Any] = field(default_factory=dict)  # examples already read from streams, by place in the batch
 
     @property
     def mine(self) -> tuple[Tensor, Tensor]:
@@ -42,15 +40,15 @@ class _Order:
         return self.source_N[self.draw.mine], self.position_N[self.draw.mine]
 
     def pairs(self) -> list[Key]:
-        """Those of this process."""
+        """Source and position of each example of this process."""
         sources, positions = self.mine
         return list(zip(sources.tolist(), positions.tolist(), strict=True))
 
 
 class MixtureLoader:
-    """Yields ``(actions, batch)``; the actions are then what ``learner.step(loss)`` takes for this step.
+    """Yields ``(actions, batch)``; ``learner.step(loss)`` then takes these actions.
 
-    Made by :meth:`inloop.Mixture.loader`, which explains the arguments.
+    :meth:`inloop.Mixture.loader` makes it and explains the arguments.
     """
 
     def __init__(
@@ -84,12 +82,12 @@ class MixtureLoader:
         self.num_yielded = 0
         self._ended = False
         self._on_order: deque[_Order] = deque()
-        self._in_step: list[_Order] = []  # used since the last step, if that is not over
+        self._in_step: list[_Order] = []  # the batches of a step that is not over
 
     def __iter__(self) -> Iterator[tuple[Actions, Any]]:
         if self._ended:
             raise UsageError(
-                f"This loader has yielded all of its num_batches={self.num_batches}, which counts over its life, not by epoch. Fix: leave it out and "
+                f"This loader has yielded all of its num_batches={self.num_batches}, which counts over its life, not by epoch. Fix: leave num_batches out and "
                 "end an epoch with itertools.islice(loader, n), or make a loader for each epoch."
             )
         for batch in self.batches():
@@ -97,18 +95,18 @@ class MixtureLoader:
         self._ended = True
 
     def __len__(self) -> int:
-        """How many batches are still to come."""
+        """The number of batches still to come."""
         if self.num_batches is None:
             raise TypeError("A loader without num_batches has no end, and no len().")
         return self.num_batches - self.num_yielded
 
     @property
     def batches_ahead(self) -> int:
-        """How many batches are on order when one is trained on; an update of the policy takes effect after exactly these."""
+        """The number of batches on order during training; an update of the policy takes effect after exactly these."""
         return self.num_workers * self.prefetch
 
     def use_next(self) -> Actions:
-        """The next batch that is trained on is the oldest that was not yet used; returns its actions."""
+        """Announce the oldest unused batch as the next to train on; returns its actions."""
         order = self._on_order.popleft()
         self._in_step = [*self._in_step, order] if self.learner.num_waiting else [order]
         self.learner.use(order.draw)
@@ -117,9 +115,9 @@ class MixtureLoader:
         return order.draw.actions
 
     def batches(self) -> Iterator[Any]:
-        """Batches alone, for trainers that fetch ahead; ``use_next`` must be called before each is trained on.
+        """Batches alone, for trainers that fetch ahead; call ``use_next`` before training on each.
 
-        A new iterator begins with what was not used of an earlier one.
+        A new iterator begins with the unused batches of the one before.
         """
         if self.num_workers == 0:
             for order in self._orders():
@@ -131,13 +129,13 @@ class MixtureLoader:
             num_workers=self.num_workers,
             prefetch_factor=self.prefetch,
             collate_fn=self.mixture.collated,
-            # Else each new iterator would draw from torch's own. Random transforms in workers follow it, but are not replayed.
+            # Else each new iterator would draw from torch's generator. Random transforms in workers follow this one, but are not replayed.
             generator=default_generator(f"workers from batch {self.num_yielded} on"),
         )
         yield from loader
 
     def _orders(self) -> Iterator[_Order]:
-        """What to fetch, batch by batch: first what was on order when the loader was left or saved."""
+        """The batches to fetch; first the batches on order when the loader was left or saved."""
         yield from list(self._on_order)
         while self.num_batches is None or self.num_ordered < self.num_batches:
             plain = self.learner.interleave and (self.num_ordered // self.micro_batches) % 2 == 1
@@ -148,7 +146,7 @@ class MixtureLoader:
             yield order
 
     def _fetched(self, order: _Order) -> Any:
-        """In this process."""
+        """The batch of an order, fetched in this process."""
         self._read_streams(order)
         if not order.read:
             return self.mixture.batch(*order.mine)
@@ -158,24 +156,24 @@ class MixtureLoader:
         )
 
     def _with_streams(self) -> Iterator[list[Any]]:
-        """Examples of streams are read here, in order, and only pass through the worker."""
+        """The orders for workers. This process reads the streams, in order; their examples only pass through a worker."""
         for order in self._orders():
             self._read_streams(order)
             yield [order.read.get(place, _Index(*key)) for place, key in enumerate(order.pairs())]
 
     def _read_streams(self, order: _Order) -> None:
-        """Each example once: the batch may be asked for again."""
+        """Read each example only once: a new iterator may fetch the batch again."""
         for place, key in enumerate(order.pairs()):
             if isinstance(self.mixture.sources[key[0]], StreamSource) and place not in order.read:
                 order.read[place] = self.mixture.fetch(key)
 
     def state_dict(self, within_step: bool = False) -> dict[str, Any]:
-        """The position, what is on order, and the mixture's state; save it together with the learner's, between two steps.
+        """The position, the batches on order, and the mixture's state; save it together with the learner's, between two steps.
 
         It is the same in all processes that train together.
 
         Args:
-            within_step: Allow it between the micro-batches of a step, too: they will be used again.
+            within_step: Allow it between the micro-batches of a step, too; a continued run uses them again.
         """
         if self.learner.num_waiting and not within_step:
             raise UsageError(
@@ -218,7 +216,7 @@ class _Index:
 
 
 class _Fetch(Dataset[Any]):
-    """What a worker holds: the sources, to be indexed. It receives an index, or an example that was read already."""
+    """The sources in a worker. It receives an index, or an example already read from a stream."""
 
     def __init__(self, mixture: Mixture) -> None:
         self.mixture = mixture
@@ -232,5 +230,5 @@ def _refuse_other_number_of_sources(mixture: Mixture, learner: "InLoop") -> None
     chooser = policy.factors["source"] if isinstance(policy, Product) and "source" in policy.factors else policy
     if isinstance(chooser, Discrete) and chooser.num_choices != len(mixture.sources):
         raise UsageError(
-            f"The policy chooses among {chooser.num_choices} sources, the mixture has {len(mixture.sources)}. They must be as many."
+            f"The policy chooses among {chooser.num_choices} sources, the mixture has {len(mixture.sources)}. Fix: make them equal."
         )

@@ -25,19 +25,19 @@ log = logging.getLogger("inloop")
 class Mixture:
     """Draws, for each example, from the source that its action names.
 
-    Of several processes that train together (torch.distributed) each makes the same mixture, and they draw together: what one process
-    has drawn another has not, and the examples of all are those that a single process would draw.
+    Processes that train together (torch.distributed) each make the same mixture and draw together: they share out the examples that a
+    single process would draw.
 
     Args:
         sources: A list, or a dict with their names, of map-style datasets, tuples of tensors with examples on their first axis, or iterables.
         selection: How examples are picked within a source: "replacement" (each draw uniform, the paper) or "passes" (every
             example once, in an order that is shuffled anew for each pass). Iterables are read in their own order.
-        generator: The source of all draws; by default one that follows torch's seed. (Mixtures that are made after one ``torch.manual_seed`` draw
-            alike: for repeats in one process, seed before each, or give generators.)
+        generator: The generator of all draws; by default one that follows torch's seed. (Mixtures made after one ``torch.manual_seed`` draw
+            the same: for repeats in one process, seed before each, or give generators.)
         collate: Makes a batch of a list of examples, as in a DataLoader.
 
     Attributes:
-        names: Of the sources, in the order of their numbers, which are the actions; without names the numbers themselves.
+        names: Names of the sources, in the order of their numbers, which are the actions; by default the numbers.
 
     Example:
         >>> easy = (torch.zeros(4, 2), torch.zeros(4, dtype=torch.long))
@@ -68,15 +68,15 @@ class Mixture:
         ]
         self.collate = collate
         self.drawn_K = torch.zeros(len(self.sources), dtype=torch.long)
-        self._num_processes = 1  # that draw together
+        self._num_processes = 1  # the processes that draw together
         self._tensors_K = tensors_alike(self.sources)
-        self._told_of_unused = False
+        self._warned_of_unused = False
 
     def draw(self, actions: Actions) -> Any:
         """A batch with example i from source ``actions[i]``, collated as by a DataLoader.
 
         Args:
-            actions: Sources, shape [N], or a dict of choices with the entry "source"; those of this process.
+            actions: The sources of this process's examples, shape [N], or a dict of choices with the entry "source".
         """
         source_n = _sources_of(actions, len(self.sources))
         counts = gather_counts(len(source_n))
@@ -98,10 +98,10 @@ class Mixture:
         return collated(examples, self.collate)
 
     def choose(self, actions: Actions, mine: slice) -> tuple[Tensor, Tensor]:
-        """Which example of which source, for all processes: two tensors of shape [N].
+        """Source and position of each example, for all processes: two tensors of shape [N].
 
         Args:
-            mine: Which of the N this process will fetch.
+            mine: The examples that this process fetches.
         """
         self._join_others()
         source_N = _sources_of(actions, len(self.sources))
@@ -113,7 +113,7 @@ class Mixture:
         return source_N, position_N
 
     def _join_others(self) -> None:
-        """Before drawing together for the first time: with the random state of the first process, and its orders of passes."""
+        """Take over the first process's random state and orders of passes, before the first common draw."""
         if self._num_processes == world_size():
             return
         self._num_processes = world_size()
@@ -124,7 +124,7 @@ class Mixture:
             source.load_state_dict(source.state_dict() | {"seed": seed})
 
     def leave_to_others(self, source_N: Tensor, position_N: Tensor, mine: slice) -> None:
-        """Examples of streams that other processes fetch pass by here, and need not be kept."""
+        """Pass over the streams' examples that other processes fetch."""
         for number, source in enumerate(self.sources):
             if isinstance(source, StreamSource):
                 theirs_N = source_N == number
@@ -136,13 +136,13 @@ class Mixture:
         self.drawn_K += torch.bincount(source_N, minlength=len(self.sources))
 
     def _warn_of_unused(self) -> None:
-        """A policy with fewer choices than there are sources never names the last ones.
+        """Warn of a policy with fewer choices than there are sources: it never names the last ones.
 
-        Any other source that is never drawn has a share of zero, as in an oracle's fixed mixture: that is meant.
+        Any other source that is never drawn has a share of zero on purpose, as in an oracle's fixed mixture.
         """
-        if self._told_of_unused or self.drawn_K.sum() < 50 * len(self.sources):
+        if self._warned_of_unused or self.drawn_K.sum() < 50 * len(self.sources):
             return
-        self._told_of_unused = True
+        self._warned_of_unused = True
         num_named = int(self.drawn_K.nonzero().max()) + 1
         if num_named < len(self.sources):
             log.warning(
@@ -156,7 +156,7 @@ class Mixture:
             )
 
     def fetch(self, key: Key) -> Any:
-        """One example; for the default collate a number in it becomes a tensor, since other sources may have one there."""
+        """One example; for the default collate a number in it becomes a tensor, since other sources may have a tensor there."""
         source = self.sources[key[0]]
         example = (
             source.take(key[1]) if isinstance(source, StreamSource) else cast(IndexedSource, source).dataset[key[1]]
@@ -182,7 +182,7 @@ class Mixture:
 
         Args:
             batch_size: Examples in each (micro-)batch; with several processes, of this one.
-            num_batches: How many batches to yield over the loader's life (not by epoch), which resuming continues; None for no end.
+            num_batches: Batches to yield over the loader's life (not by epoch), resumed runs included; None for no end.
             num_workers: Processes that fetch examples; 0 to fetch in this one.
             prefetch: Batches on order for each worker.
             micro_batches: Batches for each step, if gradients are accumulated (it matters with ``interleave=True`` only).
@@ -192,7 +192,7 @@ class Mixture:
         return MixtureLoader(self, learner, batch_size, num_batches, num_workers, prefetch, micro_batches)
 
     def state_dict(self) -> dict[str, Any]:
-        """The random state, and where each source is."""
+        """The random state, and the position in each source."""
         return {
             "generator": self.generator.get_state(),
             "drawn": self.drawn_K.clone(),

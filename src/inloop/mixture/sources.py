@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from inloop.errors import UsageError
 
-# A source, and an index in it; of a stream, how many of its examples came before, over all passes.
+# A source, and an index in it; for a stream the index counts its examples over all passes.
 Key = tuple[int, int]
 
 
@@ -19,14 +19,14 @@ class Source(ABC):
     """A source of examples.
 
     Attributes:
-        size: How many examples one pass has; None while that is not known.
+        size: Examples in one pass; None while unknown.
     """
 
     size: int | None
 
     @abstractmethod
     def choose(self, n: int, generator: torch.Generator) -> Tensor:
-        """Which examples come next, ``n`` of them."""
+        """The positions of the next ``n`` examples."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]: ...
@@ -53,7 +53,7 @@ class IndexedSource(Source):
 
     def choose(self, n: int, generator: torch.Generator) -> Tensor:
         if not self.passes:
-            # In float64 the product is exact enough for any size, and below it.
+            # In float64 the product is precise enough for any size, and stays below it.
             return (torch.rand(n, generator=generator, dtype=torch.float64) * self.size).long()
         chosen = []
         while n > 0:
@@ -78,7 +78,7 @@ class IndexedSource(Source):
 
 
 class StreamSource(Source):
-    """An iterable that is read in order and begun anew at its end; chosen examples are read at once, in this process."""
+    """An iterable, read in order and begun anew at its end. This process reads chosen examples at once."""
 
     def __init__(self, stream: Iterable[Any], name: str) -> None:
         self.stream = stream
@@ -108,7 +108,7 @@ class StreamSource(Source):
         return self._buffer.pop(position)
 
     def pass_over(self, positions: Iterable[int]) -> None:
-        """Nobody will take these here."""
+        """Do not keep the examples at these positions: nobody takes them here."""
         self._passed_over.update(positions)
 
     def _next(self) -> Any:
@@ -135,7 +135,7 @@ class StreamSource(Source):
         self.position, self.size = state["position"], state["size"]
 
     def restart_at(self, position: int) -> None:
-        """Read the stream again from its beginning up to here; earlier examples are passed over."""
+        """Read the stream again from its beginning, and pass over the examples before ``position``."""
         self._iterator, self._in_pass, self._read = iter(()), 0, 0
         self._buffer.clear()
         self._passed_over.clear()
@@ -145,7 +145,7 @@ class StreamSource(Source):
 
 
 def as_source(name: str, source: object, passes: torch.Generator | None) -> Source:
-    """Wrap what a user gives: a map-style dataset, a tuple of tensors, or an iterable; ``passes`` seeds shuffled passes."""
+    """Wrap a user's source: a map-style dataset, a tuple of tensors, or an iterable; ``passes`` seeds shuffled passes."""
     if isinstance(source, list) and source and all(isinstance(part, Tensor) for part in source):
         raise UsageError(
             f"Source {name} is a list of tensors, which may mean columns or examples. Fix: for columns give a tuple, (x, y)."

@@ -1,4 +1,4 @@
-"""Actions: what was chosen for each example. A tensor, or a nested dict of tensors, with examples on the first axis."""
+"""Actions: the choices for each example. A tensor, or a nested dict of tensors, with examples on the first axis."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias, Union
@@ -12,7 +12,7 @@ Actions: TypeAlias = Union[Tensor, Mapping[str, "Actions"]]
 
 
 def count_actions(actions: Actions) -> int:
-    """N, the number of examples that were chosen for.
+    """N, the number of examples.
 
     Raises:
         BatchSizeError: If the tensors of a nested choice disagree.
@@ -26,7 +26,7 @@ def count_actions(actions: Actions) -> int:
     counts = {name: count_actions(part) for name, part in actions.items()}
     if len(set(counts.values())) != 1:
         raise BatchSizeError(
-            f"The parts of the actions are of different lengths: {counts}; each must have one entry an example."
+            f"The tensors of the actions have different lengths: {counts}; each must have one entry an example."
         )
     return next(iter(counts.values()))
 

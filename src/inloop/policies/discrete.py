@@ -15,7 +15,7 @@ from inloop.policies.policy import Policy, RewardSummary, summarise_by_choice
 
 
 class Discrete(Policy):
-    """A policy over ``num_choices`` that is given by the table of its log-probabilities, [K] or [G, K].
+    """A policy over ``num_choices``, given by the table of its log-probabilities, [K] or [G, K].
 
     Args:
         neutral: The choice of plain steps; None for a uniform draw.
@@ -66,7 +66,7 @@ class Discrete(Policy):
         """The actions as a tensor of choices.
 
         Raises:
-            UsageError: If they are none of this policy.
+            UsageError: If this policy does not have these choices.
         """
         if not isinstance(actions, Tensor) or actions.dim() != 1 or actions.is_floating_point():
             got = f"a tensor of shape {tuple(actions.shape)}" if isinstance(actions, Tensor) else type(actions).__name__
@@ -89,7 +89,7 @@ class Categorical(Discrete):
     """``p(k) = softmax(logits)_k``, or ``p(k | earlier choice g) = softmax(logits_g)_k``.
 
     Args:
-        num_choices: How many there are.
+        num_choices: The number of choices.
         given: (name, G) of an earlier factor with G choices that this one depends on.
         neutral: The choice of plain steps; None for a uniform draw.
 

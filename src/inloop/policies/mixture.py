@@ -16,7 +16,7 @@ from inloop.policies.discrete import Discrete
 class MixturePolicy(Discrete):
     """A learned distribution over data sources.
 
-    The paper's inverted softmax, ``p_i = (1 - softmax(s)_i) / (K - 1)``: no source can win more than ``1 / (K - 1)``, and
+    The paper's inverted softmax, ``p_i = (1 - softmax(s)_i) / (K - 1)``: no source can get more than ``1 / (K - 1)``, and
     the one with the highest score loses. (A plain softmax tends to a single winner.) It is computed as
 
         log p_i = logsumexp_{j≠i} s_j - logsumexp_j s_j - log(K - 1),
@@ -27,7 +27,7 @@ class MixturePolicy(Discrete):
         num_sources: K, at least 2.
         form: "inverted" (the paper) or "softmax".
         floor: The least share ε of each source, one number or one for each: ``(1 - sum ε) p + ε``.
-        ceiling: The largest share of each source, one number or one for each; what is above it goes to the others in
+        ceiling: The largest share of each source, one number or one for each; the excess goes to the others in
             proportion.
 
     Example:
@@ -72,7 +72,7 @@ class MixturePolicy(Discrete):
 
 
 def count_sources(num_sources: object) -> int:
-    """A number of sources that can be mixed."""
+    """The number of sources, at least 2."""
     try:
         count = operator.index(num_sources)  # type: ignore[arg-type]
     except TypeError:
@@ -87,8 +87,8 @@ def count_sources(num_sources: object) -> int:
 def cap(log_p_K: Tensor, log_ceiling_K: Tensor) -> Tensor:
     """Bring shares down to their ceilings and give the excess to the others in proportion, until all hold.
 
-    A share at its ceiling keeps the gradient that it would have without: else a source that turns bad there could never come
-    down by its own rewards.
+    A share at its ceiling keeps the gradient that it would have without the ceiling. Else a source that turns bad there could
+    never come down by its own rewards.
     """
     full_K = torch.zeros_like(log_p_K, dtype=torch.bool)
     shared_K = log_p_K

@@ -22,7 +22,7 @@ class RewardSummary:
 class Policy(nn.Module, ABC):
     """A distribution over per-example choices with learnable parameters.
 
-    Subclasses give ``sample``, ``log_prob`` and ``neutral``; to appear in reports also ``probabilities`` and ``summarise``.
+    Subclasses define ``sample``, ``log_prob`` and ``neutral``; to appear in reports also ``probabilities`` and ``summarise``.
     """
 
     @abstractmethod
@@ -38,7 +38,7 @@ class Policy(nn.Module, ABC):
         """Choices that do not depend on the policy's parameters, for the plain steps of interleaving."""
 
     def probabilities(self) -> Tensor | Mapping[str, object]:
-        """The distribution at present, in a form to look at."""
+        """The present distribution, for reports."""
         return {}
 
     def summarise(self, actions: Actions, rewards_N: Tensor) -> RewardSummary | dict[str, object]:

@@ -13,10 +13,10 @@ from inloop.policies.policy import Policy
 
 
 class Product(Policy):
-    """``log p(a) = sum over factors of log p(a_f)``; a factor may depend on one that stands before it.
+    """``log p(a) = sum over factors of log p(a_f)``; a factor may depend on an earlier one.
 
     Args:
-        factors: The policies by name, in the order in which they are drawn. Actions are a dict with the same names.
+        factors: The policies by name, in the order of drawing. Actions are a dict with the same names.
 
     Example:
         A source, an operation, and a strength for each operation:

@@ -1,4 +1,4 @@
-"""A mixture that is given by its shares. Axis K counts the sources."""
+"""A mixture given by its shares. Axis K counts the sources."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from inloop.policies.mixture import count_sources
 
 
 class Shares(Discrete):
-    """Shares that stay as they are, or that an update rule sets by itself (:class:`inloop.updates.Exp3`); there is no gradient in them.
+    """Fixed shares, or shares that an update rule sets by itself (:class:`inloop.updates.Exp3`). They have no gradient.
 
     Example:
         >>> Shares.proportional([300, 100]).probabilities()
@@ -22,7 +22,7 @@ class Shares(Discrete):
 
     def __init__(self, shares: Sequence[float]) -> None:
         if len(shares) < 2 or min(shares) < 0 or not sum(shares) > 0:
-            raise UsageError(f"shares={list(shares)}: needed are at least 2 numbers, none below 0 and not all 0.")
+            raise UsageError(f"shares={list(shares)}: give at least 2 numbers, none below 0 and not all 0.")
         super().__init__(len(shares))
         shares_K = torch.tensor(shares, dtype=torch.float64)
         self.register_buffer("shares_K", shares_K / shares_K.sum())
@@ -32,12 +32,12 @@ class Shares(Discrete):
 
     @classmethod
     def uniform(cls, num_sources: int) -> "Shares":
-        """All sources alike."""
+        """Equal shares."""
         return cls([1.0] * count_sources(num_sources))
 
     @classmethod
     def proportional(cls, sizes: Sequence[int]) -> "Shares":
-        """As if all sources were one."""
+        """Shares in proportion to the sizes, as if all sources were one."""
         return cls([float(size) for size in sizes])
 
     @classmethod

@@ -1,1 +1,1 @@
-"""``inloop report``: a page on what a run has left behind."""
+"""``inloop report``: a page on a run's records."""

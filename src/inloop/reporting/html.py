@@ -1,4 +1,4 @@
-"""Bits of HTML for reports: a page that needs no other file, tables, figures."""
+"""HTML for reports: a self-contained page, tables, figures."""
 
 import io
 from collections.abc import Iterable, Sequence

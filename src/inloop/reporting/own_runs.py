@@ -1,4 +1,4 @@
-"""What a report says on a run of one's own, from the file that :class:`inloop.Records` wrote."""
+"""The report on a user's own run, from the file that :class:`inloop.Records` wrote."""
 
 import json
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from inloop.records import read_records
 from inloop.report import describe_collapse, is_collapsing
 from inloop.reporting.html import html_figure, html_table, note
 
-_MOST_LABELS = 20  # more lines than that have no legend
+_MOST_LABELS = 20  # figures with more lines have no legend
 
 Record = dict[str, Any]
 
@@ -37,7 +37,7 @@ def _is_record(line: str) -> bool:
 
 
 def own_sections(paths: Sequence[Path], figure_path: Path) -> list[str]:
-    """A section for each file of records; figures are written beside ``figure_path``, whose name they begin with."""
+    """A section for each file of records; writes its figures beside ``figure_path``, under names that begin with it."""
     return [
         _section(path, figure_path if len(paths) == 1 else figure_path.with_name(f"{figure_path.name}-{number}"))
         for number, path in enumerate(paths, start=1)
@@ -49,7 +49,7 @@ def _section(path: Path, figure_path: Path) -> str:
     dropped = int(records[-1]["num_dropped"])
     parts = [
         f"<h1>{escape(path.name)}</h1>",
-        f"<p>Steps {records[0]['step']} to {records[-1]['step']}, {len(records)} of them recorded; {dropped} went unpaid.</p>",
+        f"<p>Steps {records[0]['step']} to {records[-1]['step']}, {len(records)} of them recorded; {dropped} dropped.</p>",
     ]
     groups = _groups(records)
     for number, (group, choices) in enumerate(groups.items(), start=1):
@@ -64,7 +64,7 @@ def _section(path: Path, figure_path: Path) -> str:
 
 
 def _groups(records: Sequence[Record]) -> dict[str, list[str]]:
-    """The choices of each distribution: under "" those of a policy with one, under their names the factors of a product."""
+    """The choices of each distribution, by its name: "" if the policy has only one, else the name of a product's factor."""
     groups: dict[str, list[str]] = {}
     for name in dict.fromkeys(name for record in records for name in record):
         kind, _, choice = name.partition("/")
@@ -115,7 +115,7 @@ def _table(records: Sequence[Record], group: str, choices: Sequence[str]) -> str
 
 
 def _warning(records: Sequence[Record], group: str, choices: Sequence[str]) -> str:
-    """Of a policy that has collapsed; shares that never moved were meant to be so."""
+    """A warning if the policy has collapsed; shares that never moved are fixed on purpose."""
     shares = [_values(records, _name("probability", group, choice)) for choice in choices]
     last = [of_choice[-1] for of_choice in shares]
     if last == [of_choice[0] for of_choice in shares] or group not in ("", "source") or not is_collapsing(last):

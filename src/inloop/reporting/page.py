@@ -1,4 +1,4 @@
-"""``inloop report``: one self-contained page on a run of one's own or on runs of the lab, and its figures as files beside it."""
+"""``inloop report``: one self-contained page on a user's own run or on runs of the lab, with its figures as files beside it."""
 
 import json
 from importlib.metadata import entry_points
@@ -9,12 +9,12 @@ from inloop.errors import InloopError, UsageError
 from inloop.reporting.html import html_page
 from inloop.reporting.own_runs import is_records, own_sections
 
-REPORTS = "inloop.reports"  # entry points: functions that make sections of HTML of the runs in a folder
+REPORTS = "inloop.reports"  # entry points: functions that turn the runs in a folder into sections of HTML
 NEEDS_LAB = 'reporting on them needs the lab. Fix: pip install "inloop[lab]"'
 
 
 class ReportError(InloopError):
-    """A folder or file that there is nothing to report on."""
+    """A folder or file without anything to report on."""
 
 
 def write_report(path: Path) -> Path:
@@ -46,7 +46,7 @@ def _sections_of_folder(folder: Path) -> list[str]:
     if needs_lab and not sections:
         raise UsageError(f"{folder} holds runs of the lab; {NEEDS_LAB}.")
     if not sections:
-        begun = " (one is begun; its own command continues it)" if any(folder.rglob("seed-*/checkpoints")) else ""
+        begun = " (a run is begun; its own command continues it)" if any(folder.rglob("seed-*/checkpoints")) else ""
         raise ReportError(
             f"{folder} holds no finished run{begun} and no file of inloop.Records. Fix: train with "
             f'callback=inloop.Records("{folder}/run.jsonl"), or run `inloop run splits --out {folder}` first.'

@@ -36,8 +36,7 @@ class Exp3(Update):
             raise UsageError(f"smoothing={smoothing}: allowed are numbers from 0 to below 1.")
         self.smoothing = smoothing
 
-    def attach(self, policy: Policy, reward: Reward) -> None:
-        super().attach(policy, reward)
+    def begin(self, policy: Policy, reward: Reward) -> None:
         self._shares = shares_in(policy, self)
         self.returns_K = torch.zeros(self._shares.num_choices, dtype=torch.float64)
 

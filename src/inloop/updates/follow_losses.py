@@ -32,8 +32,7 @@ class FollowLosses(Update):
             )
         self.temperature, self.smoothing = temperature, smoothing
 
-    def attach(self, policy: Policy, reward: Reward) -> None:
-        super().attach(policy, reward)
+    def begin(self, policy: Policy, reward: Reward) -> None:
         self._shares = shares_in(policy, self)
         self.losses_K = torch.full((self._shares.num_choices,), torch.nan, dtype=torch.float64)
 

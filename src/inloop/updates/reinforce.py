@@ -49,8 +49,7 @@ class Reinforce(Update):
         self.accumulate = accumulate
         self.start_after = start_after
 
-    def attach(self, policy: Policy, reward: Reward) -> None:
-        super().attach(policy, reward)
+    def begin(self, policy: Policy, reward: Reward) -> None:
         if not trainable(policy):
             raise UsageError(
                 f"The policy, a {type(policy).__name__}, has no parameters to learn. Fix: give one that has, or update=False to watch only."

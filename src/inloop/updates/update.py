@@ -27,13 +27,17 @@ class Update(ABC):
         self._is_attached = False
 
     def attach(self, policy: Policy, reward: Reward) -> None:
-        """The policy to move, and the reward that it learns from. Raises if the rule has no use for them."""
+        """A learner takes the rule, to move this policy."""
         if self._is_attached:
             raise UsageError(
                 f"This {type(self).__name__} belongs to another learner already. Fix: make one for each learner."
             )
+        self.version, self.policy = 0, policy
+        self.begin(policy, reward)
         self._is_attached = True
-        self.policy = policy
+
+    def begin(self, policy: Policy, reward: Reward) -> None:  # noqa: B027  a rule may have nothing to begin with
+        """Begin anew with this policy, and the reward that it learns from. Raises if the rule has no use for them."""
 
     def detach(self) -> None:
         """The learner is closed; another may attach it, which begins anew or loads a state."""

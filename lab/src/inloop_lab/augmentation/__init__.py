@@ -1,1 +1,1 @@
-"""The paper's augmentation experiment: augmentation that is learned while the network trains."""
+"""The paper's augmentation experiment: augmentation learned while the network trains."""

@@ -1,7 +1,7 @@
 """The paper's augmentation experiment: a network trained on augmented images, and a policy that learns the augmentation meanwhile (OLA).
 
 Each image: the policy's operations on the raw pixels, random crop, flip, normalisation, Cutout. Steps with and without
-operations alternate; the latter train the network like any other, and their gradients say what the former were worth.
+operations alternate. Steps without operations train the network like any other; their gradients reward the others.
 """
 
 import math
@@ -34,14 +34,14 @@ from inloop_lab.data.images import ImageData
 from inloop_lab.networks.wide_resnet import make_wide_resnet
 from inloop_lab.runs.seed import Bar
 
-SNAPSHOTS = 8  # how many times a run records its policy whole
+SNAPSHOTS = 8  # how many times a run records its whole policy
 
 
 class AugmentExperiment:
-    """One seed: network, augmentation, data, and what was recorded.
+    """One seed: network, augmentation, data, and records.
 
     Args:
-        space: Operations in place of the settings' space, for experiments with operations of one's own.
+        space: Operations in place of the settings' space, for experiments with other operations.
     """
 
     def __init__(self, settings: AugmentSettings, data: ImageData, seed: int, space: Space | None = None) -> None:
@@ -63,7 +63,7 @@ class AugmentExperiment:
             weight_decay=settings.weight_decay,
         )
         self.pipeline = StandardPipeline(settings.padding, settings.flip, settings.cutout)
-        # Order and crops have generators of their own: so they are the same for every way to augment.
+        # Order and crops have generators of their own, so they are the same for every augmentation.
         self.generators = [torch.Generator().manual_seed(seed + 1000 * k) for k in range(1, 5)]
         self.order, self.crops, self.choices, self.references = self.generators
         self.fixed = make_fixed(settings, self.space, data.train_x.shape)
@@ -90,7 +90,7 @@ class AugmentExperiment:
         )
 
     def held_out_loss(self) -> Tensor:
-        """On a batch of images that are not trained on, cropped and flipped as in plain steps."""
+        """The loss on a batch of held-out images, cropped and flipped as in plain steps."""
         images, labels = self.held_out
         rows = torch.randint(len(images), (self.settings.batch,), generator=self.references)
         return F.cross_entropy(self.model(self.pipeline(images[rows], self.references)), labels[rows])
@@ -108,7 +108,7 @@ class AugmentExperiment:
         return images
 
     def train_epoch(self) -> None:
-        """One pass over the training images, without what does not fill a batch."""
+        """One pass over the training images, without an incomplete last batch."""
         self.model.train()
         if isinstance(self.fixed, PopulationBasedAugment):
             self.fixed.epoch = len(self.epochs)
@@ -123,7 +123,7 @@ class AugmentExperiment:
         self.epochs.append(epoch | {"seconds": time.perf_counter() - started} | self._policy_record())
 
     def train_step(self, images: Tensor, labels: Tensor, rate: float) -> float:
-        """Augment, forward, backward, pay the step before, clip, update; returns the loss."""
+        """Augment, forward, backward, reward the step before, clip, update; returns the loss."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         x = self.pipeline(self.augmented(images), self.crops)
@@ -159,7 +159,7 @@ class AugmentExperiment:
 
     @torch.no_grad()
     def accuracy(self) -> float:
-        """On the test images, or on the validation part."""
+        """The accuracy on the test images, or on the validation images."""
         self.model.eval()
         images, labels = self.judged_by
         batches = zip(torch.split(images, 500), torch.split(labels, 500), strict=True)
@@ -185,7 +185,7 @@ class AugmentExperiment:
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            # Without the step that waits to be paid: of a large network its tape is too large.
+            # Without the step that waits for its reward: the tape of a large network is too large.
             "learner": None if self.learner is None else self.learner.state_dict(),
             "generators": [generator.get_state() for generator in self.generators],
             "torch": torch.get_rng_state(),
@@ -207,10 +207,10 @@ def rounded(values: Tensor) -> list[Any]:
 
 
 def choose_images(data: ImageData, settings: AugmentSettings) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """The training images, and those that the run is judged by.
+    """The training images, and the images that judge the run.
 
-    Which of the training images are used is fixed, with as many of each class as its share of all; so is the validation part, which
-    never overlaps with them.
+    The choice of training images is fixed, with each class in proportion. So is the choice of validation images, which never overlap
+    with them.
     """
     num_images = len(data.train_x)
     wanted = settings.examples or num_images - settings.validation
@@ -226,7 +226,7 @@ def choose_images(data: ImageData, settings: AugmentSettings) -> tuple[tuple[Ten
             f"cutout={settings.cutout} would blank images of {side} pixels. Fix: --cutout {side // 2} or less, 0 for none."
         )
     order = torch.randperm(num_images, generator=torch.Generator().manual_seed(0))
-    # Sorted by what share of its class comes before: so every stretch has all classes in proportion.
+    # Sorted by the share of its class that comes before, so every stretch has all classes in proportion.
     labels = data.train_y[order]
     is_class = F.one_hot(labels, data.num_classes)
     before = (is_class.cumsum(dim=0) - 1).gather(1, labels.unsqueeze(1)).squeeze(1)
@@ -237,14 +237,14 @@ def choose_images(data: ImageData, settings: AugmentSettings) -> tuple[tuple[Ten
 
 
 def hold_out(images: tuple[Tensor, Tensor]) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Without the last tenth, and that tenth."""
+    """The images without the last tenth, and the last tenth."""
     x, y = images
     size = max(1, len(x) // 10)
     return (x[:-size], y[:-size]), (x[-size:], y[-size:])
 
 
 def make_fixed(settings: AugmentSettings, space: str | Space, shape: Sequence[int]) -> Any:
-    """The augmentation that is not learned; None if there is none."""
+    """The fixed augmentation; None if there is none."""
     match settings.augment:
         case "ua":
             return UniformAugment(space)

@@ -13,7 +13,7 @@ from inloop.augment import AugmentPolicy, Space, apply
 
 
 def _mean(results: Sequence[dict[str, Any]], what: str) -> "np.ndarray[Any, Any]":
-    """Mean over seeds of what each epoch recorded; first axis epochs."""
+    """Mean over seeds of each epoch's record of ``what``; first axis epochs."""
     mean: np.ndarray[Any, Any] = np.array([[epoch[what] for epoch in result["epochs"]] for result in results]).mean(
         axis=0
     )
@@ -84,7 +84,7 @@ def sample_sheets(result: dict[str, Any], space: Space, images: Tensor, most: in
 
 
 def policy_at(epoch: dict[str, Any], space: Space) -> AugmentPolicy:
-    """The policy again, from the probabilities that were recorded."""
+    """The policy, from its recorded probabilities."""
     policy = AugmentPolicy(space, numbers=tuple(range(1, len(epoch["number"]) + 1)))
     with torch.no_grad():
         policy.number_logits.copy_(torch.tensor(epoch["number"]).clamp_min(1e-6).log())

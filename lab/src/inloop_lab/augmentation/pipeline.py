@@ -1,6 +1,6 @@
-"""What follows the augmentation policy, batched: random crop, flip, normalisation, Cutout. Axes: N images, C, H, W.
+"""The steps after the augmentation policy, batched: random crop, flip, normalisation, Cutout. Axes: N images, C, H, W.
 
-All random numbers of a batch come from one generator in the same number and order whatever the images are, so that two runs
+All random numbers of a batch come from one generator in the same number and order for all images, so that two runs
 with the same seed crop, flip and cut the same way.
 """
 
@@ -48,7 +48,7 @@ def crop_and_flip(shift_N2: Tensor, mirrored_N: Tensor, width: int) -> Tensor:
 
 
 def normalise_images(images: Tensor) -> Tensor:
-    """Per channel by CIFAR's mean and standard deviation; grey images by one half each."""
+    """Normalise each channel by CIFAR's mean and standard deviation; grey images by one half each."""
     mean, std = (_MEAN, _STD) if images.shape[1] == 3 else ((0.5,), (0.5,))
     mean_C11, std_C11 = (torch.tensor(v, device=images.device).view(-1, 1, 1) for v in (mean, std))
     return (images.to(torch.float32) / 255 - mean_C11) / std_C11

@@ -1,4 +1,4 @@
-"""What a report says on runs of the augmentation experiment: Table 2, paired differences, and what was learned."""
+"""The report on runs of the augmentation experiment: Table 2, paired differences, and the learned policies."""
 
 import math
 from collections.abc import Sequence
@@ -38,12 +38,12 @@ _ORDER = ("none", "pba", "fast-aa", "aa", "ra", "ta", "ua", "ola")
 
 
 def augment_sections(folder: Path) -> list[str]:
-    """A section for each group of runs that differ in the augmentation only; figures are written to ``folder``."""
+    """A section for each group of runs that differ in the augmentation only; writes the figures to ``folder``."""
     groups = comparable(read_runs(folder, "augment", AugmentSettings().as_dict()), _title)
     if not groups:
         return []
     heading = (
-        "<h1>How are the images augmented?</h1><p>Networks trained with augmentation that is fixed, or learned in the same run (OLA) from "
+        "<h1>How are the images augmented?</h1><p>Networks trained with fixed augmentation, or with augmentation learned in the same run (OLA) from "
         "the alignment of each augmented example's gradient with the next step's.</p>"
     )
     sections = enumerate(groups, start=1)
@@ -51,7 +51,7 @@ def augment_sections(folder: Path) -> list[str]:
 
 
 def _title(run: FinishedRun) -> str:
-    """All that runs must share to be compared."""
+    """The settings that comparable runs share."""
     s = run.settings
     images = f"{s['examples']} images" if s["examples"] else "all images"
     flip = "flip" if s["flip"] else "no flip"
@@ -89,7 +89,9 @@ def _table_2(runs: Sequence[FinishedRun]) -> str:
     ):
         cells = [_both(by_cell, of_row(method), space) for _, method, space in columns]
         rows.append([name, *cells])
-    beside = " In brackets: the paper's, with all training images and its full recipe." if _has_paper(runs) else ""
+    beside = (
+        " In brackets: the paper's numbers, with all training images and its full recipe." if _has_paper(runs) else ""
+    )
     text = (
         f"The layout of the paper's Table 2: a learned method (OLA) on two search spaces, WideLong and RandAugment's, above it UniformAugment "
         f"(UA) on the same space; policies of others beside them. Accuracy in per cent, mean over seeds ± 95% interval.{beside}"
@@ -103,7 +105,7 @@ def _cell(run: FinishedRun) -> tuple[str, str, str | None]:
 
 
 def _is_plain(run: FinishedRun) -> bool:
-    """Whether the run has the defaults in all that is OLA's own, as the paper's rows have."""
+    """Whether all of OLA's options have their defaults, as in the paper's rows."""
     usual = AugmentSettings().as_dict()
     return all(run.settings[name] == usual[name] for name in OLA_OPTIONS) or run.settings["augment"] != "ola"
 
@@ -184,7 +186,7 @@ def _difference(run: FinishedRun, other: FinishedRun | None) -> str:
 def _learned(run: FinishedRun, path: Path) -> list[str]:
     """Heat maps of the policy over time and, if the run kept some images, sheets of them under it."""
     options = ", ".join(_special(run))
-    heading = f"<h3>What was learned: space {escape(run.settings['space'])} {escape(f'({options})') if options else ''} ({escape(run.name)})</h3>"
+    heading = f"<h3>Learned policy: space {escape(run.settings['space'])} {escape(f'({options})') if options else ''} ({escape(run.name)})</h3>"
     parts = [heading, html_figure(policy_over_time(run.results), path.with_name(f"{path.name}-policy"))]
     parts.append(note("Means over seeds. A strength is drawn only where the operation is kept."))
     first = run.results[0]

@@ -1,4 +1,4 @@
-"""What defines a run of the augmentation experiment, and the paper's own recipe as presets."""
+"""The settings of a run of the augmentation experiment, and the paper's own recipe as presets."""
 
 import math
 from dataclasses import asdict, dataclass, fields, replace
@@ -11,7 +11,7 @@ from inloop_lab.networks.wide_resnet import parse_wide_resnet
 
 AugmentName = Literal["ola", "ua", "ra", "ta", "aa", "fast-aa", "pba", "none"]
 SEARCHES_A_SPACE = ("ola", "ua", "ra", "ta")  # the others bring their own operations
-# What only concerns how OLA learns.
+# Options of OLA alone.
 OLA_OPTIONS = ("interleave", "reference", "normalisation", "accumulate", "policy_learning_rate", "start", "layers")
 
 
@@ -22,19 +22,19 @@ class AugmentSettings:
     Attributes:
         augment: "ola" (learned), "ua", "ra", "ta", "aa", "fast-aa", "pba", or "none" (crop, flip and Cutout only).
         space: The search space of ola, ua, ra and ta.
-        examples: How many training images are used; 0 for all.
-        validation: How many of the remaining training images the run is judged by, instead of the test images; 0 for none.
+        examples: The number of training images to use; 0 for all.
+        validation: The number of other training images that judge the run, instead of the test images; 0 for none.
         learning_rate: The largest one: reached after the warm-up, from half of it, then cosine to nearly nothing.
-        warmup: Epochs of it.
-        clip: Norm to which the model's gradient is clipped, after the reward is computed.
-        padding: Of the random crop.
+        warmup: The epochs of the warm-up.
+        clip: The largest norm of the model's gradient; clipping comes after the reward.
+        padding: Pixels around the image for the random crop.
         cutout: Side of Cutout, 0 for none.
-        interleave: Whether every second step of ola is without operations; such steps are what the others are judged by.
-        reference: What ola's steps are judged by: "next" (the next step) or "heldout" (a tenth of the training images, which are
-            then not trained on; a batch of them for each paid step).
-        accumulate: Paid steps of ola for each update of its policy.
-        policy_learning_rate: Of ola's Adam.
-        normalisation: Of ola's rewards within a step: "step" (mean 0, deviation 1) or "center" (mean 0).
+        interleave: Whether every second step of ola is without operations; such steps judge the others.
+        reference: The judge of ola's steps: "next" (the next step) or "heldout" (a tenth of the training images, which are
+            then not trained on; a batch of them for each rewarded step).
+        accumulate: Rewarded steps of ola for each update of its policy.
+        policy_learning_rate: The learning rate of ola's Adam.
+        normalisation: The normalisation of ola's rewards within a step: "step" (mean 0, deviation 1) or "center" (mean 0).
         start: Epochs before ola's policy first moves.
         layers: Which layers count for the reward: "all", or "linear" for the last one only.
         ra_operations: RandAugment's N.
@@ -110,7 +110,7 @@ class AugmentSettings:
         return asdict(self)
 
     def folder_name(self, usual: "AugmentSettings") -> str:
-        """A name for the run's folder: data, network, augmentation, space, and whatever else is not usual for that data."""
+        """A name for the run's folder: data, network, augmentation, space, and the settings that are not usual for that data."""
         if self.warmup == default_warmup(self.epochs):
             usual = replace(usual, warmup=self.warmup)
         shown = ("data", "network", "augment", "space")
@@ -136,10 +136,10 @@ def default_warmup(epochs: int) -> int:
 
 
 def with_augment_defaults(data: str, epochs: int | None = None, side: int = 32, **given: Any) -> AugmentSettings:
-    """Settings for ``data``; what is None takes the default for that data and number of epochs.
+    """Settings for ``data``; None stands for the default for that data and number of epochs.
 
     Args:
-        side: Of the images, in pixels, if it is a user's own data: crop and Cutout are the paper's for 32, and smaller for less.
+        side: The images' side in pixels, for a user's own data: crop and Cutout are the paper's for 32, and smaller for less.
     """
     chosen = {name: value for name, value in given.items() if value is not None}
     defaults: dict[str, Any] = {"padding": max(1, min(side, 32) // 8), "cutout": min(side, 32) // 2}
@@ -150,7 +150,7 @@ def with_augment_defaults(data: str, epochs: int | None = None, side: int = 32, 
     return AugmentSettings(data=data, **({"warmup": default_warmup(defaults.get("epochs", 200))} | defaults | chosen))
 
 
-# What does nothing with other augmentation.
+# Options, each with the augmentations that use it.
 ONLY_FOR = {
     **dict.fromkeys(OLA_OPTIONS, ("ola",)),
     **dict.fromkeys(("ra_operations", "ra_strength"), ("ra",)),

@@ -1,4 +1,4 @@
-"""What a finished run of the augmentation experiment prints: a table, or one JSON object."""
+"""The output of a finished run of the augmentation experiment: a table, or one JSON object."""
 
 import math
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ def summarise_augment(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def print_augment(results: Sequence[dict[str, Any]], settings: AugmentSettings, out: Path) -> None:
-    """The run's accuracy, what was learned, and where the rest is."""
+    """Print the run's accuracy, its learned policy, and its folder."""
     console = Console()
     judged = "validation_accuracy" if settings.validation else "test_accuracy"
     table = Table(title=f"{escape(settings.data)}, {len(results)} seed(s), mean ± 95% interval")

@@ -1,1 +1,1 @@
-"""What a training step costs with and without gradient alignment: time, and the memory of live tensors."""
+"""The cost of a training step with and without gradient alignment: time, and the memory of live tensors."""

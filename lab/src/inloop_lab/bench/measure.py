@@ -1,4 +1,4 @@
-"""Measuring a mode against plain training: two processes that take turns, so that whatever else happens hits both."""
+"""Measures a mode against plain training: two processes take turns, so that other load on the machine hits both."""
 
 import json
 import statistics
@@ -12,7 +12,7 @@ from inloop_lab.bench.tasks import make_task
 
 
 class Worker:
-    """A process that does steps of one mode when asked."""
+    """A process that does steps of one mode on request."""
 
     def __init__(self, model: str, mode: str, batch: int) -> None:
         self.process = subprocess.Popen(
@@ -65,7 +65,7 @@ def compare(plain: Worker, other: Worker, repeats: int, plain_bytes: int) -> dic
 
 
 def measure_model(model: str, modes: Sequence[str], batch: int, repeats: int) -> Iterator[dict[str, Any]]:
-    """A row of the results for each mode; a mode that does not work has a row that says why."""
+    """A row of the results for each mode; the row of a mode that fails has its error."""
     with Worker(model, "plain", batch) as first:
         problem = first.ask().get("error")
         plain_bytes = 1 if problem else first.ask("memory")["peak_bytes"]
@@ -85,7 +85,7 @@ def measure(
     repeats: int,
     known: Sequence[dict[str, Any]] = (),
 ) -> Iterator[dict[str, Any]]:
-    """All modes of all models, one after the other, but for those that are ``known``."""
+    """All modes of all models, one after the other, except the ``known`` rows."""
     done = {(row["model"], row["mode"], row["batch"]) for row in known}
     for model in models:
         size = batch or len(make_task(model).x)

@@ -1,4 +1,4 @@
-"""Peak memory of live tensors during a step, on the CPU: what torch's allocator gave out, never the interpreter."""
+"""Peak memory of live tensors during a step, on the CPU: the memory of torch's allocator, without the interpreter."""
 
 from collections.abc import Callable
 
@@ -8,10 +8,9 @@ _MARK = "inloop: measured from here"
 
 
 def peak_bytes(make_step: Callable[[], Callable[[], None]], warmup: int = 4, steps: int = 2) -> int:
-    """The most that was allocated and not freed at any moment of ``steps`` steps, model and optimizer included.
+    """The largest memory in use at any moment of ``steps`` steps, model and optimizer included.
 
-    The step is made while allocations are being watched: torch does not report that something is freed which it did not see
-    allocated.
+    The profiler is on when the step is made: torch does not report freed memory whose allocation it did not see.
     """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         step = make_step()

@@ -1,7 +1,7 @@
-"""Ways to train a step and, where they have one, to get each example's alignment with the next step's gradient.
+"""Modes of training: plain, and ways to get each example's alignment with the next step's gradient.
 
-A mode makes, of a task, a function that does one whole training step: forward, backward, whatever it adds, the optimizer. All
-use SGD with momentum. What stands here needs torch alone; other libraries are in ``peers``.
+A mode turns a task into a function that does one whole training step: forward, backward, its own additions, the optimizer. All
+use SGD with momentum. These modes need torch alone; other libraries are in ``peers``.
 """
 
 from collections.abc import Callable
@@ -98,7 +98,7 @@ def unrolled(task: Task) -> Step:
 
 
 def dot_with_next(kept: dict[str, Tensor], model: nn.Module) -> Tensor:
-    """Each kept gradient [N, ...] with the model's present one."""
+    """The product of each kept gradient [N, ...] with the model's present gradient."""
     parts = [
         g.flatten(1) @ p.grad.flatten()
         for (name, p), g in zip(model.named_parameters(), kept.values(), strict=True)
@@ -108,7 +108,7 @@ def dot_with_next(kept: dict[str, Tensor], model: nn.Module) -> Tensor:
 
 
 def per_example_gradients(task: Task) -> Step:
-    """torch.func: the gradient of every example, kept until the next step's is known. BatchNorm has none."""
+    """torch.func: keeps the gradient of every example until the next step's is known. It does not work with BatchNorm."""
     optimizer = sgd(task.model)
     kept: list[dict[str, Tensor]] = []
 
@@ -133,7 +133,7 @@ def per_example_gradients(task: Task) -> Step:
 
 
 def forward_mode(task: Task) -> Step:
-    """The parameters of step t are kept; when the next gradient is known, one jvp of all losses along it."""
+    """Keeps the parameters of step t; then one jvp of all losses along the next step's gradient."""
     optimizer = sgd(task.model)
     kept: list[dict[str, Tensor]] = []
 

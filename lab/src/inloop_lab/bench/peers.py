@@ -1,4 +1,4 @@
-"""Other libraries that a user could pick for the same numbers; each is imported only when it is measured."""
+"""Other libraries for the same numbers; each is imported only when it is measured."""
 
 from collections.abc import Callable
 from typing import Any

@@ -25,7 +25,7 @@ def describe(row: dict[str, Any]) -> str:
 
 
 def as_json(rows: Sequence[dict[str, Any]]) -> str:
-    """What works under "results", the rest under "skipped"."""
+    """Measured rows under "results", rows with an error under "skipped"."""
     parts = {
         "results": [row for row in rows if "error" not in row],
         "skipped": [row for row in rows if "error" in row],

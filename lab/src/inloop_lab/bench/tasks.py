@@ -1,4 +1,4 @@
-"""What is measured: a model, a batch for it, and the loss of each example."""
+"""The tasks to measure: a model, a batch for it, and the loss of each example."""
 
 import re
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from inloop_lab.networks.wide_resnet import make_wide_resnet
 
 @dataclass(frozen=True)
 class Task:
-    """One batch, on which every step is done."""
+    """A model, and the batch of every step."""
 
     model: nn.Module
     x: Tensor

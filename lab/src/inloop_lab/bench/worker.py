@@ -1,4 +1,4 @@
-"""One mode of one model in a process of its own: does steps when asked, and says how long each took.
+"""One mode of one model in a process of its own: does steps on request, and reports the time of each.
 
     python -m inloop_lab.bench.worker MODEL MODE BATCH
 
@@ -21,8 +21,8 @@ from inloop_lab.bench.peers import PEERS
 from inloop_lab.bench.tasks import make_task
 
 ALL_MODES = (*MODES, *PEERS)
-STEPS = 2  # timed together: in some modes every second step is another
-LEAST_SECONDS = 0.3  # that are timed together, if steps are short
+STEPS = 2  # timed together: in some modes every second step differs
+LEAST_SECONDS = 0.3  # of one timing, if steps are short
 
 
 def make_step(model: str, mode: str, batch: int | None) -> Step:
@@ -53,18 +53,18 @@ def main() -> None:
     try:
         step: Step | None = make_step(model, mode, int(batch) or None)
         assert step is not None
-        for _ in range(STEPS):  # the first are slower: allocations, checks, nothing to pay yet
+        for _ in range(STEPS):  # the first steps differ: allocations, checks, nothing to reward yet
             step()
         timed = STEPS * max(1, math.ceil(LEAST_SECONDS / _seconds(step, STEPS)))
         _seconds(step, timed - STEPS)
-    except Exception as error:  # whatever keeps a library from this model is the answer
+    except Exception as error:  # the answer is the error that keeps a library from this model
         first = str(error).strip().splitlines()[0] if str(error).strip() else ""
         _say({"error": f"{type(error).__name__}: {first}"})
         return
     _say({"ready": True})
     for line in sys.stdin:
         if line.strip() == "memory":
-            step = None  # makes room: a new one is made, under observation
+            step = None  # frees its memory: the profiler needs a new one
             gc.collect()
             _say({"peak_bytes": peak_bytes(lambda: make_step(model, mode, int(batch) or None), 2 * STEPS, STEPS)})
             break

@@ -21,7 +21,7 @@ def add_augment(experiments: "argparse._SubParsersAction[argparse.ArgumentParser
     augment = experiments.add_parser(
         "augment",
         help="train with learned, or with fixed, image augmentation",
-        description="The paper's augmentation experiment: the augmentation policy is learned in the training run itself (ola), or is a fixed one. "
+        description="The paper's augmentation experiment: the training run itself learns the augmentation policy (ola), or the policy is fixed. "
         "The same command again continues an interrupted run.",
     )
     augment.add_argument("--data", metavar="digits|cifar10|cifar100|PATH", help=DATA_HELP)
@@ -43,7 +43,7 @@ def add_augment(experiments: "argparse._SubParsersAction[argparse.ArgumentParser
     augment.add_argument(
         "--validation",
         type=int,
-        help="training images, not trained on, whose accuracy is reported instead of that of the test images",
+        help="training images to hold out; their accuracy is reported instead of the test images'",
     )
     augment.add_argument("--learning-rate", type=float, help="default: 0.1")
     augment.add_argument("--warmup", type=int, help="epochs; default: a fortieth, at least 1")
@@ -54,19 +54,19 @@ def add_augment(experiments: "argparse._SubParsersAction[argparse.ArgumentParser
     augment.add_argument(
         "--cutout", type=int, help="side of the final Cutout; default: 16, for small images less, for digits 0"
     )
-    augment.add_argument("--accumulate", type=int, help="ola: paid steps for each update of the policy; default: 1")
-    augment.add_argument("--policy-learning-rate", type=float, help="ola: of its Adam; default: 0.1")
+    augment.add_argument("--accumulate", type=int, help="ola: rewarded steps for each update of the policy; default: 1")
+    augment.add_argument("--policy-learning-rate", type=float, help="ola: the policy's, of Adam; default: 0.1")
     augment.add_argument("--normalisation", choices=("step", "center"), help="ola: of rewards; default: step")
     augment.add_argument("--start", type=int, help="ola: epochs before the policy first moves; default: 0")
-    augment.add_argument("--layers", choices=("all", "linear"), help="ola: layers that count; default: all")
+    augment.add_argument(
+        "--layers", choices=("all", "linear"), help="ola: layers that count for the reward; default: all"
+    )
     augment.add_argument(
         "--interleave",
         action=argparse.BooleanOptionalAction,
         help="ola: every second step without operations; default: yes",
     )
-    augment.add_argument(
-        "--reference", choices=("next", "heldout"), help="ola: what its steps are judged by; default: next"
-    )
+    augment.add_argument("--reference", choices=("next", "heldout"), help="ola: the judge of its steps; default: next")
     augment.add_argument("--ra-operations", type=int, help="ra: its N; default: 2")
     augment.add_argument("--ra-strength", type=int, help="ra: its M, of 0..30; default: 14")
     add_run_options(augment, seeds=5)
@@ -88,7 +88,7 @@ def _run_augment(options: argparse.Namespace) -> int:
     side = min(data.train_x.shape[2:])
     settings = with_augment_defaults(name, side=side, **chosen)
     refuse_idle_options("augment", settings.augment, given, ONLY_FOR)
-    choose_images(data, settings)  # refuses what does not fit before anything is written
+    choose_images(data, settings)  # refuses settings that do not fit before anything is written
     out = options.out or Path("runs") / settings.folder_name(with_augment_defaults(name, side=side))
     folder = RunFolder(
         out,

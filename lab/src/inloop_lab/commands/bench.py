@@ -18,11 +18,11 @@ def add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         help="separated by commas; default: %(default)s; also any wrn-DEPTH-WIDTH[-gn] and gpt-DEPTH[@SEQUENCE]",
     )
     bench.add_argument("--modes", help="separated by commas; default: all")
-    bench.add_argument("--batch", type=int, help="default: what is usual for the model")
+    bench.add_argument("--batch", type=int, help="default: the model's usual one")
     bench.add_argument("--repeats", type=int, default=10, help="default: 10")
     bench.add_argument("--figure", type=Path, metavar="FILE.svg", help="also draw the ratios")
     bench.add_argument(
-        "--out", type=Path, metavar="FILE.json", help="keep the results here; what it has already is not measured again"
+        "--out", type=Path, metavar="FILE.json", help="keep the results here; results in it are not measured again"
     )
     bench.add_argument(
         "--against",
@@ -37,8 +37,8 @@ def add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 def _bench(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from inloop_lab.bench.guard import what_is_worse
     from inloop_lab.bench.measure import measure
+    from inloop_lab.bench.regression import find_regressions
     from inloop_lab.bench.show import as_json, describe, print_bench, read_bench, write_bench, write_bench_figure
     from inloop_lab.bench.tasks import refuse_unknown_model
     from inloop_lab.bench.worker import ALL_MODES
@@ -66,7 +66,7 @@ def _bench(options: argparse.Namespace) -> int:
         print(as_json(rows))
     else:
         print_bench(rows, Console())
-    worse = what_is_worse(rows, before)
+    worse = find_regressions(rows, before)
     for line in worse:
         log.print(f"worse: {line}", highlight=False, markup=False)
     return 1 if worse else 0

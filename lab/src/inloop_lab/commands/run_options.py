@@ -1,4 +1,4 @@
-"""What all experiments have in common on the command line."""
+"""The command line options of all experiments."""
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from inloop.errors import UsageError
 
-if TYPE_CHECKING:  # the lab is imported by the command that needs it
+if TYPE_CHECKING:  # a command imports only the modules of the lab that it needs
     from inloop_lab.runs.folder import RunFolder
     from inloop_lab.runs.seed import Experiment
 
@@ -28,7 +28,7 @@ def add_run_options(parser: argparse.ArgumentParser, seeds: int) -> None:
 def refuse_idle_options(
     option: str, chosen: str, given: Mapping[str, object], only_for: Mapping[str, Sequence[str]]
 ) -> None:
-    """Refuse options that were given and would do nothing with what was chosen by ``option``."""
+    """Refuse given options that do nothing with the chosen value of ``option``."""
     for name, value in given.items():
         if value is not None and chosen not in (meant_for := only_for.get(name, (chosen,))):
             raise UsageError(
@@ -44,7 +44,7 @@ def check_seeds(options: argparse.Namespace) -> None:
 def train_seeds(
     make: "Callable[[int], Experiment]", folder: "RunFolder", title: str, num_seeds: int, epochs: int
 ) -> list[dict[str, Any]]:
-    """The result of each seed, with a live display of those that are still to be trained."""
+    """The result of each seed, with a live display of the training."""
     from inloop_lab.runs.display import RunDisplay
     from inloop_lab.runs.seed import train_to_end
 

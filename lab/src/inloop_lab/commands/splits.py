@@ -17,7 +17,7 @@ def add_splits(experiments: "argparse._SubParsersAction[argparse.ArgumentParser]
     splits = experiments.add_parser(
         "splits",
         help="find the bad one of several splits of a data set while training",
-        description="The paper's split experiment: equal splits of a data set, the first one noisy; which are learned from is learned. "
+        description="The paper's split experiment: equal splits of a data set, the first one noisy; a policy learns how often to use each. "
         "The same command again continues an interrupted run.",
     )
     splits.add_argument("--data", default="digits", metavar="digits|cifar10|cifar100|PATH", help=DATA_HELP)
@@ -25,7 +25,7 @@ def add_splits(experiments: "argparse._SubParsersAction[argparse.ArgumentParser]
         "--network", choices=NETWORKS, metavar="NETWORK", help=f"one of {', '.join(NETWORKS)}; default: fc-bn"
     )
     splits.add_argument("--reward", choices=get_args(RewardName), help="default: gar")
-    splits.add_argument("--noise", choices=get_args(Noise), help="what is wrong with split 0; default: labels")
+    splits.add_argument("--noise", choices=get_args(Noise), help="the noise of split 0; default: labels")
     splits.add_argument("--sources", type=int, help="number of splits; default: 10")
     splits.add_argument("--batch", type=int, help="default: 1000; with less than 20,000 examples a sixth of them")
     splits.add_argument("--epochs", type=int, help="default: 10; with less than 20,000 examples 40")
@@ -33,7 +33,7 @@ def add_splits(experiments: "argparse._SubParsersAction[argparse.ArgumentParser]
         "--optimizer", choices=get_args(OptimizerName), help="default: nesterov; with less than 20,000 examples sgd"
     )
     splits.add_argument("--reference", choices=get_args(ReferenceName), help="default: next")
-    splits.add_argument("--accumulate", type=int, help="paid steps for each update of the policy; default: 10")
+    splits.add_argument("--accumulate", type=int, help="rewarded steps for each update of the policy; default: 10")
     splits.add_argument("--layers", choices=("all", "linear"), help="layers that count for the reward; default: all")
     add_run_options(splits, seeds=10)
     splits.set_defaults(run=_run_splits)

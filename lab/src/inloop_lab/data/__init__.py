@@ -1,1 +1,1 @@
-"""Labelled images for experiments: the digits that come with inloop, CIFAR, or one's own."""
+"""Labelled images for experiments: the digits that come with inloop, CIFAR, or a user's own."""

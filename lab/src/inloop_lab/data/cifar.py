@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100 from their official files: the binary layout, or the pickled one that torchvision leaves behind.
+"""CIFAR-10 and CIFAR-100 from their official files: the binary layout, or the pickled one that torchvision downloads.
 
 Binary: records of label (CIFAR-100: coarse label, fine label), then 3072 bytes, the red, green and blue plane of 32 x 32.
 Pickled: dicts of an array [N, 3072] and a list of labels, read by an unpickler that admits nothing but arrays.
@@ -24,7 +24,7 @@ from inloop_lab.data.images import DataError, ImageData
 
 @dataclass(frozen=True)
 class CifarLayout:
-    """Where a CIFAR data set comes from and how its files are called."""
+    """The address and the file names of a CIFAR data set."""
 
     name: str
     num_classes: int
@@ -98,7 +98,7 @@ def _assemble(layout: CifarLayout, folder: Path, train: Part, test: Part) -> Ima
 
 
 def _human_labels(layout: CifarLayout, folder: Path, num_examples: int) -> Tensor | None:
-    """CIFAR-10N's labels of the worst annotators, if they are there and fit; most runs have no use for them."""
+    """CIFAR-10N's labels of the worst annotators, if the file is there and fits; most runs do not need them."""
     path = folder / "cifar-10n" / "labels.npz"
     if layout is not CIFAR10 or not path.is_file():
         return None
@@ -137,7 +137,7 @@ def _records(path: Path, label_bytes: int) -> "np.ndarray[Any, np.dtype[np.uint8
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """Admits what a pickled numpy array consists of, and nothing else: a pickle can otherwise run any code."""
+    """Admits the classes of a pickled numpy array only: other pickles can run any code."""
 
     _ADMITTED = frozenset(
         (module, name)

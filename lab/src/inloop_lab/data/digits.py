@@ -7,7 +7,7 @@ from inloop_lab.data.images import ImageData
 
 
 def load_digits(num_test: int = 297) -> ImageData:
-    """1,500 images to train with and 297 to test; which are which is fixed, and independent of the order of the file (by writer)."""
+    """1,500 images to train with and 297 to test; the split is fixed, and independent of the order of the file (by writer)."""
     images, labels = digit_pixels()
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
     images, labels = images[order], labels[order]

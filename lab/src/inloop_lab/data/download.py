@@ -1,4 +1,4 @@
-"""Downloads that can be interrupted: continued where they stopped, checked by md5, and in place only when whole."""
+"""Downloads that continue after an interruption, are checked by md5, and get their name only when whole."""
 
 import hashlib
 import http.client
@@ -14,11 +14,11 @@ _BLOCK = 1 << 20
 
 
 def download(url: str, target: Path, md5: str) -> Path:
-    """Fetch ``url`` to ``target``; a part that an earlier attempt left is continued.
+    """Fetch ``url`` to ``target``; continues an interrupted attempt.
 
     Raises:
-        DataError: If it cannot be fetched or is not what it should be. What is whole but has a wrong checksum is removed; what is
-            not whole stays, to be continued.
+        DataError: If the download fails or has a wrong checksum. A whole file with a wrong checksum is removed; an incomplete one
+            stays, to be continued.
     """
     if target.is_file() and _md5(target) == md5:
         return target
@@ -28,7 +28,7 @@ def download(url: str, target: Path, md5: str) -> Path:
         _fetch(url, part)
     except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
         raise DataError(
-            f"{url} could not be downloaded ({error}). What there is of it will be continued by the same command. Or put the "
+            f"{url} could not be downloaded ({error}). Fix: the same command continues the download; or put the "
             f"files into {target.parent} yourself, or name the folder that has them with INLOOP_DATA."
         ) from None
     found = _md5(part)

@@ -18,7 +18,7 @@ class ImageData:
     """Train and test images as uint8 [N, C, H, W] with labels [N].
 
     Attributes:
-        human_labels: Another label for each training image, given by people who erred; None if there are none.
+        human_labels: Another label for each training image, by annotators who erred; None if there are none.
     """
 
     name: str
@@ -30,7 +30,7 @@ class ImageData:
     human_labels: Tensor | None = None
 
     def digest(self) -> str:
-        """A short name for the training data, to notice that a run is continued on other data."""
+        """A short digest of the training data, so that a run is not continued on other data."""
         sample = self.train_x[:: max(1, len(self.train_x) // 500)]
         content = hashlib.sha256(f"{tuple(self.train_x.shape)}".encode())
         for part in (self.train_y, sample):

@@ -27,7 +27,7 @@ class Attention(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Attention and a two-layer network, each after a LayerNorm, around which the input passes."""
+    """Attention and a two-layer network, each after a LayerNorm and with a residual connection."""
 
     def __init__(self, dim: int, heads: int, causal: bool) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class TransformerBlock(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Blocks between what embeds the input and what reads off the classes."""
+    """An embedding, blocks, and a classifier."""
 
     def __init__(
         self, embed: nn.Module, positions: int, dim: int, depth: int, heads: int, classes: int, causal: bool

@@ -1,4 +1,4 @@
-"""What a person sees in the terminal while a run goes on, on standard error."""
+"""The display of a run in the terminal, on standard error."""
 
 import sys
 from types import TracebackType

@@ -33,7 +33,7 @@ def read_runs(folder: Path, experiment: str, defaults: dict[str, Any]) -> list[F
     """All runs of one experiment below ``folder`` that have a finished seed, in the order of their names.
 
     Args:
-        defaults: Of settings that runs from before they existed do not name.
+        defaults: Values of settings that older runs do not name.
     """
     runs = []
     for file in sorted(folder.resolve().rglob("settings.json")):
@@ -57,7 +57,7 @@ def comparable(runs: Iterable[FinishedRun], title: Callable[[FinishedRun], str])
 
 
 def _read(path: Path, complaint: str | None) -> Any:
-    """What a file holds; None, or an error, for what is no JSON, and for a result without epochs."""
+    """The content of a JSON file. A file that cannot be read gives None, or the ``complaint``; so does a result without epochs."""
     try:
         content = json.loads(path.read_text())
         if complaint is not None and not content["epochs"]:

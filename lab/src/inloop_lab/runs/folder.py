@@ -1,9 +1,9 @@
-"""A folder that a run writes to as it goes, such that it can be killed at any moment and continued.
+"""The folder of a run, which can be killed at any moment and continued.
 
-settings.json          what the run is; another run is refused
+settings.json          the settings of the run; another run is refused
 samples.npz            a few training images, for augmentation runs
 seed-0/epochs.jsonl    a line for each finished epoch
-seed-0/checkpoints/    everything that continuing needs, as of the last two finished epochs
+seed-0/checkpoints/    the states after the last two finished epochs
 seed-0/result.json     only when the seed is finished
 """
 
@@ -39,7 +39,7 @@ class RunFolder:
         defaults: dict[str, Any] | None = None,
     ) -> None:
         self.path = path
-        self.defaults = defaults or {}  # of settings that a folder from before they existed does not name
+        self.defaults = defaults or {}  # values of settings that an older folder does not name
         described = {"experiment": experiment, **settings}
         if path.exists() and not path.is_dir():
             raise RunFolderError(f"{path} is a file. Fix: name a folder with --out.")
@@ -53,7 +53,7 @@ class RunFolder:
             write_atomically(path / "settings.json", lambda file: file.write(_json(described)))
 
     def _remove_own_files(self) -> None:
-        """Only what a run writes: there may be other things in the folder."""
+        """Remove only the files of a run: the folder may hold others."""
         for seed in self.path.glob("seed-*"):
             if re.fullmatch(r"seed-\d+", seed.name):
                 for name in ("epochs.jsonl", "result.json"):
@@ -79,7 +79,7 @@ class RunFolder:
             )
 
     def keep_samples(self, images: Tensor) -> None:
-        """A few images, to show in the report what was done to them."""
+        """Keep a few images, which the report shows under the policy."""
         write_atomically(self.path / "samples.npz", lambda file: np.savez_compressed(file, images=images.numpy()))
 
     def seed(self, seed: int) -> "SeedFolder":
@@ -87,7 +87,7 @@ class RunFolder:
 
 
 class SeedFolder:
-    """What one seed of a run has written."""
+    """The files of one seed of a run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -122,7 +122,7 @@ class SeedFolder:
 
 
 def as_json_numbers(value: Any) -> Any:
-    """Floats rounded, and None for those that JSON has not: nan and infinity."""
+    """Floats rounded; None for nan and infinity, which JSON lacks."""
     return tree_map_only(float, lambda number: round(number, 6) if math.isfinite(number) else None, value)
 
 

@@ -1,4 +1,4 @@
-"""Training one seed of an experiment to its end, from wherever it was left."""
+"""Trains one seed of an experiment to its end, from its last saved epoch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from inloop_lab.runs.folder import SeedFolder, as_json_numbers
 
 @dataclass(frozen=True)
 class Bar:
-    """One line of what a display shows of a policy: a name, a share, a remark."""
+    """One line of a policy's display: a name, a share, a remark."""
 
     name: str
     value: float
@@ -18,7 +18,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class SeedProgress:
-    """What a display shows while a seed trains."""
+    """The state of a training seed, for the display."""
 
     seed: int
     epoch: int
@@ -27,7 +27,7 @@ class SeedProgress:
 
 
 class Experiment(Protocol):
-    """One seed of an experiment; ``epochs`` has a line for each epoch that is finished."""
+    """One seed of an experiment; ``epochs`` has a line for each finished epoch."""
 
     seed: int
     num_epochs: int
@@ -47,7 +47,7 @@ def no_display(progress: SeedProgress) -> None:
 def train_to_end(
     make: Callable[[], Experiment], folder: SeedFolder | None = None, show: Callable[[SeedProgress], None] = no_display
 ) -> dict[str, Any]:
-    """The seed's result: read, if it is finished; else trained, from where ``folder`` left off."""
+    """The result of the seed, read if it is finished; else trained, from the last epoch in ``folder``."""
     if folder is not None and (finished := folder.result()) is not None:
         return finished
     experiment = make()
@@ -56,7 +56,7 @@ def train_to_end(
         experiment.load_state_dict(state)
     while len(experiment.epochs) < experiment.num_epochs:
         experiment.train_epoch()
-        # Taken without a folder, too: saving may drop a step that waits to be paid, and a run must not depend on being saved.
+        # Also without a folder: it may drop the step that waits for its reward, and saving must not change a run.
         state = experiment.state_dict()
         if folder is not None:
             folder.save(state, experiment.epochs)

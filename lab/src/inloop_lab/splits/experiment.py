@@ -26,7 +26,7 @@ from inloop_lab.splits.settings import SplitSettings
 
 
 class SplitExperiment:
-    """One seed of the experiment: model, policy, learner, data, and what was recorded."""
+    """One seed of the experiment: model, policy, learner, data, and records."""
 
     def __init__(self, settings: SplitSettings, data: ImageData, seed: int) -> None:
         self.settings = settings
@@ -63,7 +63,7 @@ class SplitExperiment:
         )
 
     def held_out_loss(self) -> Tensor:
-        """On clean examples that are in no split; BatchNorm is in training mode, as in the steps that it judges."""
+        """The loss on clean examples of no split; BatchNorm is in training mode, as in the steps that it judges."""
         assert self.held_out is not None
         x, y = self.held_out
         return F.cross_entropy(self.model(to_input(x)), y)
@@ -104,7 +104,7 @@ class SplitExperiment:
         return right / len(self.data.test_y)
 
     def result(self) -> dict[str, Any]:
-        """What is reported of a finished seed."""
+        """The result of a finished seed."""
         settings = self.settings
         areas_K = areas([epoch["probabilities"] for epoch in self.epochs])
         noisy = noisy_split(settings.noise)
@@ -128,7 +128,7 @@ class SplitExperiment:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "mixture": self.mixture.state_dict(),
-            # With its tape: so a run does not depend on how often it is saved.
+            # It drops the step that waits for its reward; train_to_end calls it after every epoch, saved or not.
             "learner": self.learner.state_dict(),
             "statistics": self.statistics.state_dict(),
             "torch": torch.get_rng_state(),
@@ -153,7 +153,7 @@ def hold_out(data: ImageData, batch: int) -> tuple[tuple[Tensor, Tensor], ImageD
 
 
 def make_policy(settings: SplitSettings) -> Discrete:
-    """The distribution to learn, or the baseline that is asked for."""
+    """The distribution to learn, or the distribution of a baseline."""
     if settings.reward == "oracle":
         return Shares([0.0 if k == NOISY_SPLIT else 1.0 for k in range(settings.sources)])
     if settings.reward in ("gar", "nslr"):
@@ -162,7 +162,7 @@ def make_policy(settings: SplitSettings) -> Discrete:
 
 
 def make_update(settings: SplitSettings) -> Update | None:
-    """How that distribution learns; None if it stays as it is."""
+    """The update rule of that distribution; None if it is fixed."""
     if settings.reward in ("gar", "nslr"):
         return Reinforce(accumulate=settings.accumulate)
     return {"loss": FollowLosses, "exp3": Exp3}[settings.reward]() if settings.reward in ("loss", "exp3") else None

@@ -21,7 +21,7 @@ _REWARD_COLOURS = {
 
 
 def figure_2(runs: Sequence[FinishedRun]) -> Figure:
-    """Split probabilities over epochs for whatever learns them, with a band over seeds, and training losses; of one network."""
+    """Split probabilities over epochs for each reward that learns them, with a band over seeds, and training losses; of one network."""
     by_reward = {run.settings["reward"]: run for run in runs}
     learned = [reward for reward in ("nslr", "gar", "loss", "exp3") if reward in by_reward]
     figure = Figure(figsize=(4.2 * (len(learned) + 1), 3.4), layout="constrained")

@@ -17,7 +17,7 @@ def noisy_split(noise: str) -> int | None:
 
 
 def check_splits(data: ImageData, num_splits: int, noise: Noise) -> None:
-    """Refuse what cannot be made of this data."""
+    """Refuse splits and noise that this data does not allow."""
     if len(data.train_x) < num_splits:
         raise DataError(
             f"{data.name} has {len(data.train_x)} training examples; they cannot be split into {num_splits} sources."
@@ -32,7 +32,7 @@ def check_splits(data: ImageData, num_splits: int, noise: Noise) -> None:
 def make_splits(
     data: ImageData, num_splits: int, noise: Noise, generator: torch.Generator
 ) -> list[tuple[Tensor, Tensor]]:
-    """Random equal parts of the training data, as (images, labels); split 0 carries the noise, drawn once and then fixed.
+    """Random equal splits of the training data, as (images, labels); split 0 carries the noise, drawn once and then fixed.
 
     labels: every label is replaced by a uniform draw over the classes (some stay right by chance). images: every pixel is
     replaced by a uniform draw. human: labels that people gave, where the data set has them. none: nothing.

@@ -1,4 +1,4 @@
-"""What a report says on runs of the split experiment: Table 1, Figure 2, which split hurts."""
+"""The report on runs of the split experiment: Table 1, Figure 2, and the bad splits."""
 
 import math
 from collections.abc import Sequence
@@ -27,13 +27,13 @@ _REWARD_ORDER = ("gar", "nslr", "loss", "exp3", "none", "oracle")
 
 
 def split_sections(folder: Path) -> list[str]:
-    """A section for each group of runs that differ in network and reward only; figures are written to ``folder``."""
+    """A section for each group of runs that differ in network and reward only; writes the figures to ``folder``."""
     groups = comparable(read_runs(folder, "splits", SplitSettings().as_dict()), _title)
     if not groups:
         return []
     heading = (
-        "<h1>Which split hurts?</h1><p>Equal splits of a data set, of which one may be noisy; a policy learns, while the model trains, "
-        "how often each is used.</p>"
+        "<h1>Which split hurts?</h1><p>Equal splits of a data set; one of them may be noisy. A policy learns, while the model trains, "
+        "how often to use each.</p>"
     )
     sections = enumerate(groups, start=1)
     return [heading, *(_section(title, runs, folder / f"report-{k}") for k, (title, runs) in sections)]

@@ -1,4 +1,4 @@
-"""What defines a run of the split experiment, and the defaults that depend on the data."""
+"""The settings of a run of the split experiment, and the defaults that depend on the data."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -63,18 +63,18 @@ class SplitSettings:
         return asdict(self)
 
     def folder_name(self, usual: "SplitSettings") -> str:
-        """A name for the run's folder: data, network, reward, noise, and whatever else is not usual for that data."""
+        """A name for the run's folder: data, network, reward, noise, and the settings that are not usual for that data."""
         others = ("sources", "batch", "epochs", "optimizer", "reference", "accumulate", "layers")
         special = [f"{name}-{getattr(self, name)}" for name in others if getattr(self, name) != getattr(usual, name)]
         return "-".join(["splits", Path(self.data).stem, self.network, self.reward, self.noise, *special])
 
 
-# What does nothing with other rewards.
+# Options, each with the rewards that use it.
 ONLY_FOR = {"reference": ("gar", "nslr"), "accumulate": ("gar", "nslr"), "layers": ("gar",)}
 
 
 def with_defaults(data: str, num_examples: int | None = None, **given: Any) -> SplitSettings:
-    """Settings for ``data``, of ``num_examples`` for training; what is None takes the default for that data."""
+    """Settings for ``data``, with ``num_examples`` for training; None stands for the default for that data."""
     chosen = {name: value for name, value in given.items() if value is not None}
     size = {"digits": 1500, "cifar10": 50_000, "cifar100": 50_000}.get(data, num_examples or 50_000)
     # Of 1,500 digits, the paper's batch would be two thirds, and ten epochs a few steps.

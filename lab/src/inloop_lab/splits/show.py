@@ -1,4 +1,4 @@
-"""What a finished run of the split experiment prints: a table, or one JSON object."""
+"""The output of a finished run of the split experiment: a table, or one JSON object."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,7 +32,7 @@ def summarise_splits(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def print_splits(results: Sequence[dict[str, Any]], settings: SplitSettings, out: Path) -> None:
-    """The run's row of Table 1, which split hurts, and where the rest is."""
+    """Print the run's row of Table 1, the bad splits, and its folder."""
     console = Console()
     table = Table(
         title=f"{escape(settings.data)}, noise: {settings.noise}, {len(results)} seed(s), mean ± 95% interval"

@@ -1,4 +1,4 @@
-"""Has a ratio become worse than it was, by more than its noise?"""
+"""Compares a bench with earlier results: has a ratio become worse by more than its noise?"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,15 +7,15 @@ MEMORY_SLACK = 0.01  # memory is counted, not timed: the same code has the same 
 TIME_SLACK = 0.05  # beyond the quartiles of both measurements, as machines differ from day to day
 
 
-def what_is_worse(rows: Sequence[dict[str, Any]], before: Sequence[dict[str, Any]]) -> list[str]:
+def find_regressions(rows: Sequence[dict[str, Any]], before: Sequence[dict[str, Any]]) -> list[str]:
     """A line for each ratio that has become worse.
 
-    A time ratio has if the lower quartile of now is above the upper quartile of then by more than ``TIME_SLACK``.
+    A time ratio is worse if its lower quartile exceeds the earlier upper quartile by more than ``TIME_SLACK``.
     """
-    then = {_what(row): row for row in before if "error" not in row}
+    then = {_key(row): row for row in before if "error" not in row}
     worse = []
     for row in rows:
-        old = then.get(_what(row))
+        old = then.get(_key(row))
         name = f"{row['model']} {row['mode']}, batch {row['batch']}"
         if old is None:
             continue
@@ -29,5 +29,5 @@ def what_is_worse(rows: Sequence[dict[str, Any]], before: Sequence[dict[str, Any
     return worse
 
 
-def _what(row: dict[str, Any]) -> tuple[str, str, int]:
+def _key(row: dict[str, Any]) -> tuple[str, str, int]:
     return row["model"], row["mode"], row["batch"]
