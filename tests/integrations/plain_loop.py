@@ -5,7 +5,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import inloop
-from tests.learners import make_learner
 
 CLIP = 0.05  # of every step
 
@@ -25,13 +24,13 @@ def make_mixture():
 
 
 def make_options():
-    return {"accumulate": 2, "generator": torch.Generator().manual_seed(3)}
+    return {"update": inloop.Reinforce(accumulate=2), "generator": torch.Generator().manual_seed(3)}
 
 
 def train_plainly(steps, batch=16, micro_batches=1, interleave=False):
     """The policy after every step, and the mean rewards."""
     net, mixture = make_net(), make_mixture()
-    learner = make_learner(net, inloop.MixturePolicy(3), interleave=interleave, **make_options())
+    learner = inloop.InLoop(net, inloop.MixturePolicy(3), interleave=interleave, **make_options())
     optimizer = torch.optim.SGD(net.parameters(), lr=0.2)
     loader = iter(mixture.loader(learner, batch, micro_batches=micro_batches))
     record = []
