@@ -62,9 +62,9 @@ def test_wrong_options_are_refused_without_the_lab_too(capsys):
 @pytest.mark.parametrize(
     ("arguments", "absent", "needs"),
     [
-        (["check", "a:b"], {"rich"}, "rich"),
-        (["report", "runs"], {"matplotlib"}, "matplotlib"),
-        (["run", "splits"], {"rich", "PIL"}, "rich and pillow"),
+        (["check", "a:b"], ["rich"], "rich"),
+        (["report", "runs"], ["matplotlib"], "matplotlib"),
+        (["run", "splits"], ["rich", "PIL"], "rich and pillow"),
     ],
     ids=str,
 )

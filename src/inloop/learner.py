@@ -144,8 +144,7 @@ class InLoop:
             VerificationError: If the recorded examples do not add up to a gradient. The learner is closed then.
         """
         self._refuse_if_closed()
-        if self._num_pauses:
-            raise UsageError("learner.step was called inside learner.paused(). Fix: leave the block first.")
+        self._refuse_in_a_pause("step")
         scale = scale_of(scaler)
         draws = self._sampler.of_step()
         try:
@@ -202,6 +201,7 @@ class InLoop:
             draw: From :meth:`draw`; or actions that were chosen elsewhere, which count as drawn by the policy as it is now.
         """
         self._refuse_if_closed()
+        self._refuse_in_a_pause("use")
         if not isinstance(draw, Draw):
             draw = self._sampler.chosen_elsewhere(draw, self.update.version)
         if self._recorder.was_abandoned():
@@ -242,8 +242,9 @@ class InLoop:
     def skip(self) -> None:
         """Forget what was sampled and recorded since the last step.
 
-        After a backward pass the step before goes unrewarded: that pass was to judge it, and has done so in part.
+        The step before goes unrewarded if a backward pass has judged it in part already.
         """
+        self._refuse_in_a_pause("skip")
         waiting = self.reference.waiting
         if waiting is not None and waiting.tape is not None and waiting.tape.begun:
             log.info("inloop: step %d is not rewarded, since the batch after it was skipped", self.num_steps)
@@ -287,6 +288,10 @@ class InLoop:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _refuse_in_a_pause(self, name: str) -> None:
+        if self._num_pauses:
+            raise UsageError(f"learner.{name} was called inside learner.paused(). Fix: leave the block first.")
+
     def _refuse_if_closed(self) -> None:
         if self._closed:
             raise UsageError("This learner is closed. Fix: make a new InLoop for the model.")
@@ -325,8 +330,12 @@ class InLoop:
         refuse_state_of_other(self.policy, state["policy"])
         # What is likely to fail comes first, so that a state that does not fit changes nothing.
         draws = [Draw.restored(self.policy, saved) for saved in state["draws"]]
-        self.skip()
+        if state["update"].keys() != self.update.state_dict().keys():
+            raise UsageError(
+                f"The state is of another update rule than {type(self.update).__name__}. Fix: give the learner the same."
+            )
         self._recorder.load_state_dict(state["recording"])
+        self.skip()
         self.policy.load_state_dict(state["policy"])
         self.update.load_state_dict(state["update"])
         self._sampler.generator.set_state(state["generator"])

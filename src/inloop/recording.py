@@ -22,8 +22,8 @@ from inloop.errors import InloopError, UsageError
 from inloop.references import Reference
 from inloop.refusals import (
     agree,
+    are_gone,
     gradient_norm,
-    is_cleared,
     refuse_changed_model,
     refuse_missing_gradients,
     refuse_missing_tape,
@@ -53,6 +53,7 @@ class StepRecorder:
     def __init__(self, model: nn.Module, record: Recording, needs_tape: bool, may_align_early: bool) -> None:
         self.record = record
         self.is_open = False
+        self._is_removed = False
         self.optimizer_stepped = False
         self._abandoned_in_a_row = 0
         self.early = EarlyAlignment(may_align_early)
@@ -78,7 +79,7 @@ class StepRecorder:
         """A step begins. Its gradient will reward the step that ``waiting`` has recorded, if any."""
         if self._is_sharded or is_distributed():
             self.early.turn_off()  # gradients are averaged after they have arrived
-        self.is_open, self.optimizer_stepped = True, False
+        self.is_open, self.optimizer_stepped, self._recorder.saw_gradient = True, False, False
         self.early.begin(waiting)
         if self._needs_tape:
             self._recorder.start(self.record.reduction)
@@ -151,9 +152,9 @@ class StepRecorder:
         Several processes might see it differently (and accumulated gradients of sharded parameters cannot be seen): there
         ``skip`` must be called.
         """
-        if not self.is_open or self.tape is None or not self.tape.reached or is_distributed():
+        if not self.is_open or not self._recorder.saw_gradient or is_distributed():
             return False
-        if not self.optimizer_stepped and not is_cleared(gradients_of(self._model)):
+        if not self.optimizer_stepped and not are_gone(self.tape, gradients_of(self._model)):
             return False
         self._abandoned_in_a_row += 1
         repeated = self._abandoned_in_a_row > 1 and is_power_of_two(self._abandoned_in_a_row)
@@ -176,7 +177,7 @@ class StepRecorder:
             with self._recorder.paused():
                 yield
         finally:
-            self.is_open = is_open
+            self.is_open = is_open and not self._is_removed
 
     # ---------------------------------------------------------------- can it be relied on
 
@@ -246,6 +247,7 @@ class StepRecorder:
 
     def remove(self) -> None:
         """Take all hooks off the model."""
+        self._is_removed = True
         self.close()
         self._recorder.remove()
         if self._finder is not None:
@@ -253,19 +255,23 @@ class StepRecorder:
         self._remove()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"segments": self._segments, "num_verified": self._num_verified}
+        return {"segments": self._segments, "num_verified": self._num_verified, "early": self.early.state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["segments"] is None:
-            return
-        if unknown := set(state["segments"]) - {name for name, _ in self._model.named_modules()}:
+        segments = state["segments"]
+        if unknown := set(segments or ()) - {name for name, _ in self._model.named_modules()}:
             raise UsageError(f"The state is of a model with a module '{min(unknown)}', which this one has not.")
+        self.close()
+        if self.early.state != "off":
+            self.early.state = state["early"]
+        if segments is None:
+            return
         self._record_segments(list(state["segments"]))
         self._num_verified = state["num_verified"]
 
     def optimizer_has_stepped(self, optimizer: Optimizer) -> None:
         """Note that an optimizer, of this model or of another, has done a step; fused ones do not raise the versions of tensors."""
-        if not self.is_open or self.tape is None or not self.tape.reached:
+        if not self.is_open or not self._recorder.saw_gradient:
             return
         own = {id(parameter) for parameter in self._model.parameters()}
         if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):

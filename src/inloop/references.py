@@ -104,6 +104,11 @@ class Previous(Reference):
             )
         self._before = None
 
+    def drop(self) -> None:
+        """Forget the gradient of the step before, too: after a step that is dropped it would be of the one before that."""
+        super().drop()
+        self._before = None
+
     def match(self, current: Step, now: Judge) -> tuple[Step | None, Judge]:
         before, self._before = self._before, now.detached()
         return (None, now) if before is None or current.plain else (current, before)

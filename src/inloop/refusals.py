@@ -73,15 +73,15 @@ def gradient_norm(gradients: Direction) -> float:
     return math.hypot(*[float(whole(get_total_norm(group))) for group in (plain, sharded) if group])
 
 
-def is_cleared(gradients: Direction) -> bool:
-    """Whether there is no gradient that is not exactly zero."""
-    return not any(g is not None and bool(own_part(_values(g)).any()) for g in gradients.values())
-
-
-def _has_gradient(tape: Tape, gradients: Direction) -> bool:
-    """Whether the recorded passes had a gradient that is not zero, in truth (dead units leave one that is)."""
+def are_gone(tape: Tape | None, gradients: Direction) -> bool:
+    """Whether there is no gradient that is not exactly zero, though the recorded passes had one (dead units leave one that is)."""
+    if any(g is not None and bool(own_part(_values(g)).any()) for g in gradients.values()):
+        return False
+    if tape is None or not tape.calls:
+        return True
+    device = tape.calls[0].device
     shapes = {name: shape for name, shape in tape.plan.shapes.items() if name in gradients}
-    return bool(tape.contributions({name: torch.ones(shape) for name, shape in shapes.items()}).any())
+    return bool(tape.contributions({name: torch.ones(shape, device=device) for name, shape in shapes.items()}).any())
 
 
 def refuse_changed_model(plan: Plan, gradients: Direction) -> None:
@@ -96,7 +96,7 @@ def refuse_changed_model(plan: Plan, gradients: Direction) -> None:
 def refuse_missing_gradients(tape: Tape | None, gradients: Direction, norm: float) -> None:
     """Raise unless a backward pass has left gradients and, if ``tape`` is given, records."""
     recorded = tape is not None and bool(tape.calls)
-    if tape is not None and recorded and norm == 0 and is_cleared(gradients) and _has_gradient(tape, gradients):
+    if tape is not None and recorded and norm == 0 and are_gone(tape, gradients):
         raise UsageError(
             "A backward pass was recorded but the gradients are gone: they were cleared before learner.step. "
             "Fix: call optimizer.zero_grad() after learner.step(loss) and optimizer.step(). (Optimizers that step within the backward "
@@ -179,6 +179,8 @@ def refuse_other_losses(losses_N: Tensor | None, draws: Sequence[Draw]) -> None:
 
 def _refuse_other_rows(tape: Tape, draws: Sequence[Draw]) -> None:
     """Raise if other examples were recorded than will be rewarded."""
+    if not tape.part and not any([draw.rewarded_rows is not None for draw in draws]):
+        return
     batches = sorted({call.batch for call in tape.calls})
     parts = [tape.part.get(batch) for batch in batches]
     rows = [draw.rewarded_here for draw in draws]

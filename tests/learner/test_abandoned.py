@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from inloop.errors import BatchSizeError, OverwrittenTensorError, UsageError
 from inloop.rewards import Reward
@@ -223,3 +224,36 @@ def test_evaluation_between_steps_leaves_no_trace():
         evaluating.model(torch.randn(9, 16))
         evaluating.model.train()
     assert torch.equal(plain.policy.scores, evaluating.policy.scores)
+
+
+def test_draws_are_dropped_with_their_batch_also_if_nothing_is_recorded():
+    run = Run(reward="nslr", accumulate=1).train(2)
+    run.learner.sample(64)
+    F.cross_entropy(run.model(torch.randn(64, 16)), torch.randint(4, (64,))).backward()
+    run.optimizer.zero_grad()
+    assert int(run.train(2).reports[-1].rewards.count_K.sum()) == 64
+
+
+def test_a_micro_batch_whose_gradient_is_zero_is_not_given_up():
+    run = Run(net=nn.Sequential(nn.Linear(16, 4)))
+    for weight in (0.0, 1.0):
+        x, y = run.mixture.draw(run.learner.sample(8))
+        (weight * F.cross_entropy(run.model(x), y)).backward()
+    assert run.learner.num_waiting == 2
+
+
+@pytest.mark.parametrize("call", ["sample", "skip"])
+def test_a_pause_refuses_what_would_change_the_step(call):
+    run = Run().train(1)
+    with run.learner.paused(), pytest.raises(UsageError, match=r"inside learner\.paused\(\)"):
+        run.learner.sample(4) if call == "sample" else run.learner.skip()
+    assert run.train(2).reports[-1].rewarded
+
+
+def test_a_learner_that_is_closed_in_a_pause_stays_closed():
+    run = Run().train(1)
+    run.learner.sample(4)
+    with run.learner.paused():
+        run.learner.close()
+    F.cross_entropy(run.model(torch.randn(4, 16)), torch.randint(4, (4,))).backward()
+    assert not run.model[0]._forward_hooks

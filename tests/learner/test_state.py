@@ -112,3 +112,17 @@ def test_saving_after_every_step_is_noticed(caplog):
     run.train(1)
     run.learner.state_dict()
     assert "called after every step, nothing is ever rewarded" in caplog.text
+
+
+def test_whether_steps_are_aligned_early_is_part_of_the_state():
+    run = Run().train(3)
+    assert run.learner.state_dict()["recording"]["early"] == "on"
+    other = Run()
+    other.learner.load_state_dict(run.learner.state_dict())
+    assert other.learner.state_dict()["recording"]["early"] == "on"
+
+
+def test_the_state_of_another_update_rule_is_refused():
+    run = Run().train(3)
+    with pytest.raises(UsageError, match="of another update rule than Watch"):
+        Run(update=False).learner.load_state_dict(run.learner.state_dict())

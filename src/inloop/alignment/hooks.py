@@ -106,7 +106,9 @@ class Exchange:
 
     __slots__ = ("backward", "layer", "output", "waiting")
 
-    def __init__(self, waiting: Waiting, output: Tensor, layer: nn.Module, backward: Backward | None = None) -> None:
+    def __init__(
+        self, waiting: Waiting, output: Tensor, layer: nn.Module | None = None, backward: Backward | None = None
+    ) -> None:
         self.waiting, self.layer, self.backward = waiting, layer, backward
         self.output: Tensor | None = output.detach()
 

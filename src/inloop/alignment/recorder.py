@@ -54,6 +54,7 @@ class Recorder:
 
     Attributes:
         early: Hears of every gradient that arrives; None if there is nobody to hear.
+        saw_gradient: Whether a backward pass has reached a parameter since this was set to False.
     """
 
     def __init__(
@@ -70,6 +71,8 @@ class Recorder:
         self.retain: Retention = retain
         self.tape: Tape | None = None
         self.early: EarlyAlignment | None = None
+        self.saw_gradient = False
+        self._is_removed = False
         self.plan = plan
         self._make_model_call = make_model_call
         self._layouts: Layouts = layouts or {}
@@ -149,16 +152,18 @@ class Recorder:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Passes in this block leave no trace."""
-        tape, early = self.tape, self.early
+        tape, early, saw_gradient = self.tape, self.early, self.saw_gradient
         self.tape = self.early = None
         try:
             yield
         finally:
-            self.tape, self.early = tape, early
+            if not self._is_removed:
+                self.tape, self.early, self.saw_gradient = tape, early, saw_gradient
 
     def remove(self) -> None:
         self.stop()
         self.early = None
+        self._is_removed = True
         self.remove_hooks()
 
 
@@ -174,6 +179,7 @@ class _AfterGradient(Hook[Recorder]):
         recorder = self.owner()
         if recorder is None:
             return
+        recorder.saw_gradient = True
         if recorder.early is not None and parameter.grad is not None:
             recorder.early.gradient_arrived(self.name, parameter.grad)
         if recorder.tape is not None:
@@ -408,7 +414,7 @@ class AfterForward(_LayerHook):
                 out = (
                     out.clone()
                 )  # a view of the input: changed in place, it would change the input without autograd's knowledge
-            exchanged: Tensor = Identity.apply(Exchange(waiting, out, state.layer), out)  # type: ignore[no-untyped-call]
+            exchanged: Tensor = Identity.apply(Exchange(waiting, out), out)  # type: ignore[no-untyped-call]
             return exchanged
 
         return tree_map_only(Tensor, exchange, output)

@@ -184,6 +184,7 @@ class Tape:
         """Give back the memory; the tape is empty afterwards."""
         self.calls.clear()
         self._sums.clear()
+        self._aligned_with.clear()
         self.close()
 
     # ---------------------------------------------------------------- reading
