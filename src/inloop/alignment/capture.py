@@ -35,7 +35,7 @@ class Recording:
             loses up to 2**-11 of itself); or "recompute": only the model's input and a copy of its parameters, from which the step is
             run again when it is aligned (exact, little memory, about a forward and a backward pass more).
         verify: Check that the examples add up to every ``p.grad``: "first", the first two times that a learner sees a kind of step
-            (the second shows gradients that were not cleared); True, always; False, never. :func:`capture`, which records a
+            (the second shows gradients that were not cleared; not of steps that are rewarded in part); True, always; False, never. :func:`capture`, which records a
             single step, checks it with True.
     """
 

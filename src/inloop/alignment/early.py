@@ -8,7 +8,8 @@ the step before are aligned with it and released. A gradient is final if the ste
     unknown ──a step had one backward pass──► on ──a second pass, or a gradient that changed──► off, for good
        └───────────────a step had several──────────────────────────────────────────────────────► off
 
-The step that shows that a gradient was not final costs the step before its rewards; later steps wait until ``learner.step``.
+It is off from the start with several processes or a sharded model, which average gradients after they have arrived, and after a batch
+that was given up. The step that shows that a gradient was not final costs the step before its rewards; later steps wait until ``learner.step``.
 """
 
 from typing import Literal
