@@ -13,27 +13,37 @@ in what is sampled for step t+2. Recording opens when a batch is announced (``sa
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from inloop.alignment import Recording
+from inloop.alignment import Direction, Recording
+from inloop.alignment.direction import Computed
 from inloop.distributed import is_distributed, unwrapped, world_size
 from inloop.errors import UsageError, VerificationError
+from inloop.optimizers import StepDerivative, as_derivative
 from inloop.policies import Actions, Policy
 from inloop.randomness import default_generator
 from inloop.recording import StepRecorder
-from inloop.references import HeldOutLoss, Reference, as_reference
-from inloop.refusals import as_number, refuse_state_of_other, refuse_useless_options, scale_of, warn_of_coupled_examples
+from inloop.references import HeldOutLoss, Named, Reference, as_reference
+from inloop.refusals import (
+    as_number,
+    refuse_other_state,
+    refuse_useless_options,
+    refuse_wrong_arguments,
+    scale_of,
+    warn_of_coupled_examples,
+)
 from inloop.report import Reporter, StepReport, summarise_rewards
 from inloop.rewards import Reward, as_reward
 from inloop.sampler import Sampler
-from inloop.step import Draw
-from inloop.updates import Update, Watch, as_update
+from inloop.step import Draw, Judge, Step
+from inloop.updates import NoUpdate, Update, as_update
 
 log = logging.getLogger("inloop")
-_STATE = {"policy", "update", "generator", "num_steps", "num_dropped", "draws", "reference", "recording"}
 
 
 class InLoop:
@@ -42,6 +52,9 @@ class InLoop:
     Args:
         model: The model in training.
         policy: The distribution to learn.
+        optimizer: The model's optimizer, or a list of all of them: rewards are then true for the steps that it takes (with AdamW an example's
+            gradient counts where its steps are long). None for the paper's rewards, which are true for SGD; a trainer's adapter gives its
+            own then, unless it is False. An :class:`inloop.optimizers.StepDerivative` has more options.
         reward: "gar" (gradient alignment), "nslr" (next-step loss), "loss" (each example's own, for baselines), or a
             :class:`~inloop.rewards.Reward`.
         reference: What a step is judged by: "next" (the next step, as in the paper), "previous" (the step before), a
@@ -71,8 +84,9 @@ class InLoop:
         model: nn.Module,
         policy: Policy,
         *,
+        optimizer: Optimizer | Sequence[Optimizer] | StepDerivative | Literal[False] | None = None,
         reward: Literal["gar", "nslr", "loss"] | Reward = "gar",
-        reference: Literal["next", "previous"] | HeldOutLoss | Reference = "next",
+        reference: Named | HeldOutLoss | Reference = "next",
         update: Update | Literal[False] | None = None,
         interleave: bool = False,
         part: float = 1.0,
@@ -80,16 +94,8 @@ class InLoop:
         generator: torch.Generator | None = None,
         callback: Callable[[StepReport], None] | Sequence[Callable[[StepReport], None]] | None = None,
     ) -> None:
-        if not isinstance(model, nn.Module) or not isinstance(policy, Policy):
-            got = f"InLoop({type(model).__name__}, {type(policy).__name__})"
-            raise UsageError(
-                f"{got}: the first argument is the model, an nn.Module, the second the policy, an inloop.Policy."
-            )
         self.callbacks = callback if isinstance(callback, Sequence) else [] if callback is None else [callback]
-        if not all(map(callable, self.callbacks)):
-            raise UsageError(f"callback={callback!r}: allowed are a function of a StepReport, and a list of them.")
-        if not 0 < part <= 1:
-            raise UsageError(f"part={part}: allowed are numbers above 0, up to 1.")
+        refuse_wrong_arguments(model, policy, self.callbacks, part)
         record = record or Recording()
         self.model = model = unwrapped(model)
         self.policy = policy
@@ -101,17 +107,21 @@ class InLoop:
         self.part = part
         self.num_steps = 0
         self._sampler = Sampler(policy, generator or default_generator("sampling of actions"))
-        self._reporter = Reporter(policy, self.reference.is_training_data and not isinstance(self.update, Watch))
+        self._reporter = Reporter(policy, self.reference.is_training_data and not isinstance(self.update, NoUpdate))
+        self._known: Direction | None = None  # the direction that judges the open step, if it is known already
         self._rewarded_since_saved = True
         self._num_pauses = 0
         self._closed = False
-        early = self.reward.may_align_early() and self.reference.is_next_gradient
+        self._aligns_once = self.reward.may_align_early()
+        early = self._aligns_once and self.reference.is_next_gradient
         self._recorder = StepRecorder(model, record, self.reward.needs_tape, early)
+        self.derivative: StepDerivative | None = None
         with ExitStack() as undo:  # a learner that is refused leaves nothing behind
             undo.callback(self._recorder.remove)
+            self.use_optimizer(optimizer)
             self.reference.attach(model, self.reward)
             undo.callback(self.reference.detach)
-            self.update.attach(policy, self.reward)
+            self.update.attach(policy, self.reward, self.reference)
             undo.pop_all()
         if self.reward.needs_tape:
             warn_of_coupled_examples(model)
@@ -170,18 +180,44 @@ class InLoop:
             self.reference.drop()
             finished.step.release()
             return self._reporter.report(self.num_steps, lag, dropped=finished.problem)
+        results = self._drop_step_not_taken()
         step, judge = self.reference.match(finished.step, finished.judge)  # step t-1 is judged by g_t = ∇L_t(θ_t)
-        finished.step.own_parameters()
-        if step is None or step.is_empty:
-            return self._reporter.report(self.num_steps, lag)
+        if step is not None and not step.is_empty:
+            results = self._reward(step, self._seen_by_optimizer(judge, is_of_this_step=step is finished.step))
+        if step is not finished.step:
+            finished.step.own_parameters()  # before the optimizer changes them; those of step t-1 are released by now
+        self.reference.end_step()
+        if self.derivative is not None:
+            self.derivative.mark()
+        return self._reporter.report(self.num_steps, lag, **results)
+
+    def _reward(self, step: Step, judge: Judge) -> dict[str, Any]:
+        """Reward a step, move the policy, release the step. Returns the fields of the report."""
         rewards_N = step.gather_rewards(self.reward(step, judge))  # r_i = <∇l_i(θ_{t-1}), g_t>
         step.release()
         self._rewarded_since_saved = True
         if not bool(rewards_N.isfinite().all()):
-            return self._reporter.report(self.num_steps, lag, dropped="a reward is not finite")
+            return {"dropped": "a reward is not finite"}
         updated = self.update.add(step.draws, rewards_N)  # φ_{t+1} <- φ_t
-        rewards = summarise_rewards(self.policy, step.draws, rewards_N)
-        return self._reporter.report(self.num_steps, lag, updated=updated, **rewards)
+        return {"updated": updated, **summarise_rewards(self.policy, step.draws, rewards_N)}
+
+    def _seen_by_optimizer(self, judge: Judge, is_of_this_step: bool) -> Judge:
+        """The judge with Pᵀ g in place of its gradient g: the direction that counts is the one that the optimizer's step was taken in."""
+        if is_of_this_step and self._known is not None:
+            return replace(judge, direction=self._known)
+        if self.derivative is None or not self.reference.is_gradient:
+            return judge
+        compute = self.derivative.of_next_step if is_of_this_step else self.derivative.of_last_step
+        return replace(judge, direction=Computed(judge.direction, compute))
+
+    def _drop_step_not_taken(self) -> dict[str, Any]:
+        """Drop the step that waits if the optimizer has skipped it: it had no effect that could be judged."""
+        if self.derivative is None or self.derivative.has_stepped or self.reference.waiting is None:
+            return {}
+        self.reference.drop()
+        return {
+            "dropped": "the optimizer has not stepped since the last learner.step, so the step before had no effect"
+        }
 
     # ---------------------------------------------------------------- batches that are chosen ahead, or given up
 
@@ -213,11 +249,25 @@ class InLoop:
     def _announce(self, draw: Draw) -> None:
         """Open the recording of a step, if this is the first of its draws, and expect the draw's batch."""
         if not self._recorder.is_open:
-            self._recorder.open(None if self.reference.waiting is None else self.reference.waiting.tape)
+            waiting, derivative = self.reference.waiting, self.derivative if self.reference.is_gradient else None
+            known = self.reference.known_direction()
+            if known is not None and derivative is not None:
+                known = Computed(known, derivative.of_next_step)
+            self._known = known
+            compute = None if derivative is None else derivative.of_last_step
+            at_once = known if self._aligns_once else None
+            self._recorder.open(None if waiting is None else waiting.tape, compute, at_once)
         self._sampler.waiting.append(draw)
         if draw.plain:
             self._recorder.expect_plain()
         self._recorder.expect(len(self._sampler.waiting) - 1, draw.rewarded_here)
+
+    def use_optimizer(self, optimizer: object) -> None:
+        """Reward the steps of this optimizer from here on; for optimizers that are made after the learner, or in place of another."""
+        derivative = as_derivative(self.model, optimizer)
+        if self.derivative is not None:
+            self.derivative.remove()
+        self.derivative = derivative
 
     @property
     def num_dropped(self) -> int:
@@ -270,6 +320,7 @@ class InLoop:
         self._recorder.remove()
         self.reference.detach()
         self.update.detach()
+        self.use_optimizer(None)
         self._sampler.waiting = []
 
     def __repr__(self) -> str:
@@ -311,37 +362,33 @@ class InLoop:
             self._recorder.early.stop()
             self.reference.drop()
         return {
-            "policy": {name: value.clone() for name, value in self.policy.state_dict().items()},
-            "update": self.update.state_dict(),
-            "generator": self._sampler.generator.get_state(),
             "num_steps": self.num_steps,
-            "num_dropped": self._reporter.num_dropped,
-            "draws": [draw.state_dict() for draw in self._sampler.waiting],
+            "policy": {name: value.clone() for name, value in self.policy.state_dict().items()},
             "recording": self._recorder.state_dict(),
-            "reference": self.reference.state_dict(),
+            **{name: part.state_dict() for name, part in self._parts().items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`; a step that waits here is dropped."""
-        if missing := _STATE - set(state):
-            raise UsageError(
-                f"This is no state of an InLoop learner: it has no {sorted(missing)}; it has {sorted(state)[:5]}."
-            )
-        refuse_state_of_other(self.policy, state["policy"])
-        # What is likely to fail comes first, so that a state that does not fit changes nothing.
-        draws = [Draw.restored(self.policy, saved) for saved in state["draws"]]
-        if state["update"].keys() != self.update.state_dict().keys():
-            raise UsageError(
-                f"The state is of another update rule than {type(self.update).__name__}. Fix: give the learner the same."
-            )
+        parts = self._parts()
+        refuse_other_state(self.policy, self.update, state, {"num_steps", "policy", "recording", *parts})
+        # What may fail comes first, so that a state that does not fit changes nothing.
+        draws = self._sampler.restored_draws(state["sampler"])
         self._recorder.load_state_dict(state["recording"])
         self.skip()
-        self.policy.load_state_dict(state["policy"])
-        self.update.load_state_dict(state["update"])
-        self._sampler.generator.set_state(state["generator"])
-        self.num_steps, self._reporter.num_dropped = state["num_steps"], state["num_dropped"]
         self.reference.drop()
-        self.reference.load_state_dict(state["reference"])
-        self._sampler.forget_copy()
+        self.policy.load_state_dict(state["policy"])
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+        self.num_steps = state["num_steps"]
         for draw in draws:
             self._announce(draw)
+
+    def _parts(self) -> dict[str, Any]:
+        return {
+            "update": self.update,
+            "reference": self.reference,
+            "sampler": self._sampler,
+            "reporter": self._reporter,
+            **({} if self.derivative is None else {"optimizer": self.derivative}),
+        }

@@ -1,5 +1,6 @@
 """The tapes of a learner's steps: when they are open, in which form steps are recorded, and whether they add up."""
 
+import hashlib
 import logging
 import weakref
 from collections import Counter
@@ -13,6 +14,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from inloop.alignment import Direction, Recording, Tape, gradients_of
 from inloop.alignment.capture import make_recorder
+from inloop.alignment.direction import Compute
 from inloop.alignment.early import EarlyAlignment
 from inloop.alignment.hooks import Hook
 from inloop.alignment.replay import SegmentFinder
@@ -56,13 +58,15 @@ class StepRecorder:
         self._is_removed = False
         self.optimizer_stepped = False
         self._abandoned_in_a_row = 0
+        self._may_align_at_once = True  # if a step's direction is known before its backward pass
         self.early = EarlyAlignment(may_align_early)
         self._model, self._needs_tape = model, needs_tape
         self._is_sharded = any(map(is_sharded, model.parameters()))
         self._recorder = make_recorder(model, record)
         self._recorder.early = self.early
-        self._seen: Counter[Structure] = Counter()  # kinds of steps that were verified
-        self._num_verified = 0  # steps, with these segments
+        self._verified: Counter[str] = Counter()  # how often each kind of step was, with these segments
+        self._kinds: dict[Structure, str] = {}
+        self._has_new_kind = False
         finds_segments = record.retain != "recompute"
         self._finder = SegmentFinder(model) if finds_segments else None
         self._segments: list[str] | None = None if finds_segments else []  # None: not known yet
@@ -75,14 +79,20 @@ class StepRecorder:
 
     # ---------------------------------------------------------------- one step
 
-    def open(self, waiting: Tape | None) -> None:
-        """A step begins. Its gradient will reward the step that ``waiting`` has recorded, if any."""
+    def open(self, waiting: Tape | None, compute: Compute | None = None, known: Direction | None = None) -> None:
+        """A step begins. Its gradient will reward the step that ``waiting`` has recorded, if any.
+
+        Args:
+            compute: What that gradient is changed by before the step is aligned with it.
+            known: The direction that the new step will be aligned with, if it is known already.
+        """
         if self._is_sharded or is_distributed():
             self.early.turn_off()  # gradients are averaged after they have arrived
         self.is_open, self.optimizer_stepped, self._recorder.saw_gradient = True, False, False
-        self.early.begin(waiting)
+        self.early.begin(waiting, compute)
         if self._needs_tape:
-            self._recorder.start(self.record.reduction)
+            at_once = self._may_align_at_once and not self._is_sharded and self.may_record_less()
+            self._recorder.start(self.record.reduction, known if at_once else None)
 
     def expect(self, batch: int, rows: Tensor | None) -> None:
         """The next passes belong to this micro-batch, of which only the examples ``rows`` are rewarded; None for all."""
@@ -183,11 +193,21 @@ class StepRecorder:
 
     def _wants_verification(self, tape: Tape | None) -> bool:
         """Whether the examples of this step are to be added up."""
-        if tape is None or tape.part:
+        if tape is None:
             return False
         when = self.record.verify
-        wanted = when is True or (when == "first" and self._seen[structure_of(tape.calls)] < 2)
-        return wanted or self._has_untried_segments()
+        is_new = when == "first" and self._verified[self._kind_of(tape)] < 2
+        if tape.part or tape.known is not None:
+            self._has_new_kind |= is_new  # what is left of it cannot be added up; the next step is recorded whole
+            return False
+        return when is True or is_new or self._has_untried_segments()
+
+    def _kind_of(self, tape: Tape) -> str:
+        """A digest of which layers were called how often: the same in another process, for the state."""
+        structure = structure_of(tape.seen)
+        if structure not in self._kinds:
+            self._kinds[structure] = hashlib.sha256(repr(sorted(structure)).encode()).hexdigest()[:16]
+        return self._kinds[structure]
 
     def _problem_of(self, tape: Tape | None, waiting: Tape | None, gradients: Direction, verify: bool) -> str | None:
         """Why a step cannot be used, though nothing of it is an error; None if it can. Learns from it how to record the next.
@@ -197,6 +217,7 @@ class StepRecorder:
         """
         self._abandoned_in_a_row = 0
         if problem := self.early.judge(tape, waiting, gradients):
+            self._may_align_at_once = False
             return problem
         if tape is None:
             return None
@@ -209,7 +230,7 @@ class StepRecorder:
     def may_record_less(self) -> bool:
         """Whether steps need not be recorded whole any more, to be verified or to find out which modules are checkpointed."""
         when = self.record.verify
-        verified = when is False or (when == "first" and self._num_verified >= 2)
+        verified = when is False or (when == "first" and self._verified.total() >= 2 and not self._has_new_kind)
         return self._segments is not None and not self._has_untried_segments() and verified
 
     def _verify(self, tape: Tape, gradients: Direction) -> str | None:
@@ -224,12 +245,12 @@ class StepRecorder:
                 f"the checkpointed modules cannot be run again as a whole ({str(error).splitlines()[0]}); from now on each of their layers is "
                 "recorded, which takes more memory"
             )
-        self._seen[structure_of(tape.calls)] += 1
-        self._num_verified += 1
+        self._verified[self._kind_of(tape)] += 1
+        self._has_new_kind = False
         return None
 
     def _has_untried_segments(self) -> bool:
-        return bool(self._segments) and self._num_verified == 0
+        return bool(self._segments) and not self._verified
 
     def _record_segments(self, segments: list[str]) -> None:
         """From here on, keep of checkpointed modules no more than their checkpoints do."""
@@ -237,7 +258,7 @@ class StepRecorder:
             self._finder.remove()
         self._finder = None
         if segments != (self._segments or []):
-            self._num_verified = 0
+            self._verified.clear()
             self._recorder.remove()
             self._recorder = make_recorder(self._model, self.record, segments)
             self._recorder.early = self.early
@@ -255,7 +276,13 @@ class StepRecorder:
         self._remove()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"segments": self._segments, "num_verified": self._num_verified, "early": self.early.state}
+        return {
+            "segments": self._segments,
+            "verified": dict(self._verified),
+            "has_new_kind": self._has_new_kind,
+            "early": self.early.state,
+            "may_align_at_once": self._may_align_at_once,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         segments = state["segments"]
@@ -264,10 +291,10 @@ class StepRecorder:
         self.close()
         if self.early.state != "off":
             self.early.state = state["early"]
-        if segments is None:
-            return
-        self._record_segments(list(state["segments"]))
-        self._num_verified = state["num_verified"]
+        self._may_align_at_once = state["may_align_at_once"]
+        if segments is not None:
+            self._record_segments(list(segments))
+        self._verified, self._has_new_kind = Counter(state["verified"]), state["has_new_kind"]
 
     def optimizer_has_stepped(self, optimizer: Optimizer) -> None:
         """Note that an optimizer, of this model or of another, has done a step; fused ones do not raise the versions of tensors."""

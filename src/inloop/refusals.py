@@ -3,9 +3,10 @@
 import hashlib
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +20,22 @@ from inloop.errors import BatchSizeError, UsageError
 from inloop.policies import Policy
 from inloop.rewards import Reward
 from inloop.step import Draw
+from inloop.updates import Update
 
 log = logging.getLogger("inloop")
+
+
+def refuse_wrong_arguments(model: object, policy: object, callbacks: Sequence[object], part: float) -> None:
+    """Raise unless a learner can be made of these."""
+    if not isinstance(model, nn.Module) or not isinstance(policy, Policy):
+        got = f"InLoop({type(model).__name__}, {type(policy).__name__})"
+        raise UsageError(
+            f"{got}: the first argument is the model, an nn.Module, the second the policy, an inloop.Policy."
+        )
+    if not all(map(callable, callbacks)):
+        raise UsageError(f"callback={callbacks!r}: allowed are a function of a StepReport, and a list of them.")
+    if not 0 < part <= 1:
+        raise UsageError(f"part={part}: allowed are numbers above 0, up to 1.")
 
 
 def as_number(loss: Tensor | float) -> float:
@@ -77,11 +92,7 @@ def are_gone(tape: Tape | None, gradients: Direction) -> bool:
     """Whether there is no gradient that is not exactly zero, though the recorded passes had one (dead units leave one that is)."""
     if any(g is not None and bool(own_part(_values(g)).any()) for g in gradients.values()):
         return False
-    if tape is None or not tape.calls:
-        return True
-    device = tape.calls[0].device
-    shapes = {name: shape for name, shape in tape.plan.shapes.items() if name in gradients}
-    return bool(tape.contributions({name: torch.ones(shape, device=device) for name, shape in shapes.items()}).any())
+    return tape is None or not tape.is_zero()
 
 
 def refuse_changed_model(plan: Plan, gradients: Direction) -> None:
@@ -95,7 +106,7 @@ def refuse_changed_model(plan: Plan, gradients: Direction) -> None:
 
 def refuse_missing_gradients(tape: Tape | None, gradients: Direction, norm: float) -> None:
     """Raise unless a backward pass has left gradients and, if ``tape`` is given, records."""
-    recorded = tape is not None and bool(tape.calls)
+    recorded = tape is not None and bool(tape.seen)
     if tape is not None and recorded and norm == 0 and are_gone(tape, gradients):
         raise UsageError(
             "A backward pass was recorded but the gradients are gone: they were cleared before learner.step. "
@@ -181,7 +192,7 @@ def _refuse_other_rows(tape: Tape, draws: Sequence[Draw]) -> None:
     """Raise if other examples were recorded than will be rewarded."""
     if not tape.part and not any([draw.rewarded_rows is not None for draw in draws]):
         return
-    batches = sorted({call.batch for call in tape.calls})
+    batches = sorted({call.batch for call in tape.seen})
     parts = [tape.part.get(batch) for batch in batches]
     rows = [draw.rewarded_here for draw in draws]
     if len(parts) != len(rows) or not all(_same_rows(*pair) for pair in zip(parts, rows, strict=True)):
@@ -203,14 +214,26 @@ def refuse_useless_options(reward: Reward, part: float, record: Recording) -> No
         )
 
 
-def refuse_state_of_other(policy: Policy, state: Mapping[str, Tensor]) -> None:
-    """Raise unless a state is one of such a policy."""
+def refuse_other_state(policy: Policy, update: Update, state: Mapping[str, Any], needed: Collection[str]) -> None:
+    """Raise unless a state is one of a learner with such a policy and update rule.
+
+    Args:
+        needed: The entries of a learner's state.
+    """
+    if missing := set(needed) - set(state):
+        raise UsageError(
+            f"This is no state of an InLoop learner: it has no {sorted(missing)}; it has {sorted(state)[:5]}."
+        )
     ours = {name: list(value.shape) for name, value in policy.state_dict().items()}
-    theirs = {name: list(value.shape) for name, value in state.items()}
+    theirs = {name: list(value.shape) for name, value in state["policy"].items()}
     if ours != theirs:
         raise UsageError(
             f"The state is of a policy with {theirs}; this one, a {type(policy).__name__}, has {ours}. Fix: make the policy as it was when the "
             "state was saved."
+        )
+    if state["update"].keys() != update.state_dict().keys():
+        raise UsageError(
+            f"The state is of another update rule than {type(update).__name__}. Fix: give the learner the same."
         )
 
 

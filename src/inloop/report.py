@@ -89,6 +89,12 @@ class Reporter:
         self._was_collapsing = collapsing
         return report
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_dropped": self.num_dropped}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.num_dropped = state["num_dropped"]
+
 
 def is_power_of_two(number: int) -> bool:
     return number > 0 and number & (number - 1) == 0

@@ -4,6 +4,7 @@ import copy
 import numbers
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +17,7 @@ from inloop.step import Draw
 
 
 class Sampler:
-    """A policy, a generator, and the draws that wait for their step.
-
-    A *version* counts the policy's updates: draws of one version share one copy of the policy.
-    """
+    """A policy, a generator, and the draws that wait for their step."""
 
     def __init__(self, policy: Policy, generator: torch.Generator) -> None:
         self.policy = policy
@@ -27,7 +25,6 @@ class Sampler:
         self.waiting: list[Draw] = []
         self._copy: Policy | None = None
         self._num_processes = 1  # the processes that draw together
-        self._version = -1
 
     def draw(self, n: int, version: int, plain: bool) -> Draw:
         """Draw for ``n`` examples of this process. All processes draw together, for the examples of all."""
@@ -38,7 +35,7 @@ class Sampler:
         counts = gather_counts(n)
         with torch.no_grad():
             everyone = source(sum(counts), self.generator)
-        return Draw(everyone, counts, self._copy_of(version), version, plain)
+        return Draw(everyone, counts, self._copy_of_policy(), version, plain)
 
     def shared(self, draws: Sequence[Draw]) -> list[Tensor]:
         """The tensors that must be equal in all processes."""
@@ -67,7 +64,7 @@ class Sampler:
             self.policy.log_prob(actions)  # refuses actions that this policy does not have
         counts = gather_counts(count_actions(actions))
         everyone = map_actions(lambda tensor: gather_rows(tensor, counts), actions)
-        return Draw(everyone, counts, self._copy_of(version), version)
+        return Draw(everyone, counts, self._copy_of_policy(), version)
 
     def of_step(self) -> list[Draw]:
         """The draws since the last step."""
@@ -78,11 +75,24 @@ class Sampler:
             )
         return list(self.waiting)
 
-    def forget_copy(self) -> None:
-        """Drop the policy's copy: loading has changed the policy."""
-        self._copy = None
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self.generator.get_state(), "draws": [draw.state_dict() for draw in self.waiting]}
 
-    def _copy_of(self, version: int) -> Policy:
-        if self._copy is None or self._version != version:
-            self._copy, self._version = copy.deepcopy(self.policy), version
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue with the generator of :meth:`state_dict`; its draws are to be announced again."""
+        self.generator.set_state(state["generator"])
+
+    def restored_draws(self, state: dict[str, Any]) -> list[Draw]:
+        return [Draw.restored(self.policy, saved) for saved in state["draws"]]
+
+    def _copy_of_policy(self) -> Policy:
+        """The policy as it is now; draws share one copy until it changes."""
+        if self._copy is None or not _are_equal(self._copy, self.policy):
+            self._copy = copy.deepcopy(self.policy)
         return self._copy
+
+
+def _are_equal(first: Policy, second: Policy) -> bool:
+    """By value: a policy may be changed by anybody, and fused optimizers do not raise the versions of tensors."""
+    pairs = zip(first.state_dict().values(), second.state_dict().values(), strict=True)
+    return all([torch.equal(one, other) for one, other in pairs])

@@ -109,21 +109,29 @@ class RewardStatistics:
 
     __call__ = add
 
-    def verdicts(self) -> list[SourceVerdict]:
-        """A verdict for each source."""
+    def advantages(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The mean advantage of each source, its standard error, and the number of steps they rest on, [K] each.
+
+        Steps with unequal numbers of examples count as fewer: as many as would be as precise with equal numbers.
+        """
         n_K, nd_K, n2_K, n2d_K, n2d2_K = self._sums
         mean_K = nd_K / n_K
-        steps_K = n_K**2 / n2_K  # effective number of steps: as many with equal numbers of examples are as precise
+        steps_K = n_K**2 / n2_K
         variance_K = (n2d2_K - 2 * mean_K * n2d_K + mean_K**2 * n2_K).clamp_min(0) / n_K**2 * steps_K / (steps_K - 1)
+        return mean_K, variance_K.sqrt(), steps_K
+
+    def verdicts(self) -> list[SourceVerdict]:
+        """A verdict for each source."""
+        mean_K, error_K, steps_K = self.advantages()
         return [
-            self._verdict(k, int(n_K[k]), float(mean_K[k]), float(variance_K[k]), float(steps_K[k]))
-            for k in range(len(n_K))
+            self._verdict(k, int(self._sums[0, k]), float(mean_K[k]), float(error_K[k]), float(steps_K[k]))
+            for k in range(len(mean_K))
         ]
 
-    def _verdict(self, source: int, examples: int, mean: float, variance: float, steps: float) -> SourceVerdict:
+    def _verdict(self, source: int, examples: int, mean: float, error: float, steps: float) -> SourceVerdict:
         if not steps >= LEAST_STEPS:  # also for nan: never seen
             return SourceVerdict(source, examples, mean, math.nan, math.nan, bad=False, undecided=True)
-        width = t_quantile(1 - (1 - self.level) / (2 * self._sums.shape[1]), steps - 1) * math.sqrt(variance)
+        width = t_quantile(1 - (1 - self.level) / (2 * self._sums.shape[1]), steps - 1) * error
         low, high = mean - width, mean + width
         bad = high < -self.least_effect
         return SourceVerdict(source, examples, mean, low, high, bad, undecided=not bad and low < -self.least_effect)

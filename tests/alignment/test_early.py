@@ -67,7 +67,7 @@ def rewards(loop):
 def late(monkeypatch, **options):
     """The same run, in which a step is aligned only when learner.step is called."""
     with monkeypatch.context() as patch:
-        patch.setattr(EarlyAlignment, "begin", lambda self, waiting: None)
+        patch.setattr(EarlyAlignment, "begin", lambda self, *_: None)
         return Loop(**options).train(6)
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import rnn
 from torch.overrides import _get_current_function_mode_stack
 
-from inloop import InloopError, capture
+from inloop import InLoop, InloopError, MixturePolicy, capture
 from inloop.alignment.oracles import align_by_loss
 from inloop.alignment.plan import make_plan
 from inloop.alignment.probe import layouts_of
@@ -296,3 +296,30 @@ def test_a_model_that_cannot_be_tried_is_warned_of(caplog):
         "could not find out where the examples are in the outputs of the model's layers (NotImplementedError: only once)"
         in caplog.text
     )
+
+
+class CountsPasses(nn.Module):
+    """Takes the number of the step; its positions are first, so that it is watched in every step."""
+
+    passes: ClassVar[list[int]] = []
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x, step):
+        self.passes.append(step)  # of the trials, too
+        return self.layer(x.transpose(0, 1)).transpose(0, 1)
+
+
+def test_a_number_that_counts_steps_is_not_tried_for_ever():
+    model = CountsPasses()
+    learner = InLoop(model, MixturePolicy(2), update=False)
+    for step in range(40):
+        learner.sample(4)
+        loss = model(torch.randn(4, 5, 3), step).square().mean()
+        loss.backward()
+        learner.step(loss)
+        model.zero_grad()
+    assert model.passes.count(1) > 1
+    assert [model.passes.count(step) for step in range(30, 40)] == [1] * 10

@@ -152,3 +152,16 @@ def test_a_users_hook_that_changes_the_output_comes_after_the_layer():
     model[0].register_forward_hook(lambda module, args, out: 3 * out)
     model[2].register_forward_pre_hook(lambda module, args: (args[0] + 1,))
     assert_exact(model, x(5))
+
+
+def test_the_gradients_of_a_parameter_that_is_unfrozen_later_are_followed():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    model[0].requires_grad_(False)
+    recorder = make_recorder(model, Recording())
+    for frozen in (True, False):
+        model[0].requires_grad_(not frozen)
+        tape = recorder.start("mean")
+        model(torch.randn(4, 3)).sum().backward()
+        recorder.stop()
+        assert ("0.weight" in tape.reached) is not frozen
+    recorder.remove()

@@ -10,7 +10,7 @@ from inloop import InLoop, MixturePolicy, Recording, Reinforce
 from inloop.errors import UsageError
 from inloop.policies import Shares
 from inloop.references import HeldOut, Next, Previous
-from inloop.updates import Watch
+from inloop.updates import NoUpdate
 from tests.training import Run, make_net, make_sources, num_hooks
 
 
@@ -70,7 +70,7 @@ PARTS = {
     "previous": lambda net: {"reference": Previous()},
     "held-out": lambda net: {"reference": HeldOut(held_out_loss(net))},
     "reinforce": lambda net: {"update": Reinforce(accumulate=1)},
-    "watch": lambda net: {"update": Watch()},
+    "watch": lambda net: {"update": NoUpdate()},
 }
 
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from inloop import InLoop, Mixture, MixturePolicy, Recording, Reinforce
-from inloop.errors import BatchSizeError, UsageError
+from inloop.errors import BatchSizeError, UsageError, VerificationError
 from inloop.rewards import GradientAlignment
 from inloop.sampler import Sampler
 from tests.learners import make_learner
@@ -172,3 +172,48 @@ def test_a_batch_that_is_smaller_than_the_one_that_was_sampled_is_refused():
             net(x[keep]).square().mean().backward()
             learner.step(1.0)
             net.zero_grad()
+
+
+class Changes(nn.Module):
+    """From the third step on it uses another layer, and then its weight once more, unseen: examples do not add up any more."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.steps = 0
+
+    def forward(self, x):
+        self.steps += 1
+        return self.first(x) if self.steps < 4 else self.second(self.first(x))
+
+
+def test_a_new_kind_of_step_is_verified_though_only_parts_are_rewarded():
+    torch.manual_seed(0)
+    model = Changes()
+    learner = InLoop(model, MixturePolicy(2), part=0.5, update=False)
+    sizes = []
+    for step in range(7):
+        learner.sample(8)
+        loss = model(torch.randn(8, 4)).square().mean() + (0.1 * model.second.weight.square().sum() if step == 6 else 0)
+        loss.backward()
+        if step == 6:
+            with pytest.raises(VerificationError, match="second.weight"):
+                learner.step(loss)
+            break
+        learner.step(loss)
+        sizes.append(learner.reference.waiting.tape.part)
+        model.zero_grad()
+    # Steps 0 and 1 are verified, and whole; step 3 is of a new kind, so the steps after it are whole until one is verified.
+    assert [bool(part) for part in sizes] == [False, False, True, True, False, True]
+
+
+def test_a_policy_that_was_changed_by_hand_draws_with_its_new_shares():
+    policy = MixturePolicy(3)
+    sampler = Sampler(policy, torch.Generator().manual_seed(0))
+    first = sampler.draw(4, version=0, plain=False)
+    with torch.no_grad():
+        policy.scores[0] = 5.0
+    second = sampler.draw(4, version=0, plain=False)
+    assert sampler.draw(4, version=0, plain=False).policy is second.policy
+    assert first.policy.probabilities().tolist() == pytest.approx([1 / 3] * 3)
+    assert second.policy.probabilities().tolist() == policy.probabilities().tolist()

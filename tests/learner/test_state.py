@@ -124,5 +124,5 @@ def test_whether_steps_are_aligned_early_is_part_of_the_state():
 
 def test_the_state_of_another_update_rule_is_refused():
     run = Run().train(3)
-    with pytest.raises(UsageError, match="of another update rule than Watch"):
+    with pytest.raises(UsageError, match="of another update rule than NoUpdate"):
         Run(update=False).learner.load_state_dict(run.learner.state_dict())

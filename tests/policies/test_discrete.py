@@ -63,7 +63,7 @@ def test_the_floor_holds(form):
     [
         ({"num_sources": 1}, "num_sources=1: allowed are whole numbers from 2"),
         ({"num_sources": 2.5}, "num_sources=2.5: allowed are whole numbers from 2"),
-        ({"num_sources": 3, "form": "sigmoid"}, "form='sigmoid': allowed are 'inverted' and 'softmax'"),
+        ({"num_sources": 3, "form": "sigmoid"}, "form='sigmoid': allowed are 'bounded', 'inverted' and 'softmax'"),
         ({"num_sources": 4, "floor": 0.25}, "floor=0.25: shares must be at least 0 and add up to less than 1"),
         ({"num_sources": 4, "floor": -0.1}, "floor=-0.1"),
     ],

@@ -1,6 +1,6 @@
 """A direction is one tensor for each trainable parameter of a model, by name. This checks a user's."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Protocol
 
@@ -11,6 +11,31 @@ from inloop.distributed import is_sharded, whole
 from inloop.errors import DirectionError
 
 Direction = Mapping[str, Tensor | None]
+Compute = Callable[[str, Tensor], Tensor | None]
+
+
+class Computed(Mapping[str, Tensor | None]):
+    """A direction whose tensors are computed when they are asked for, from others: never all at once.
+
+    Args:
+        raw: By canonical name, for every trainable parameter.
+        compute: Called with a name and its dense raw tensor; None stays None.
+    """
+
+    def __init__(self, raw: Direction, compute: Compute) -> None:
+        self.raw, self._compute = raw, compute
+
+    def __getitem__(self, name: str) -> Tensor | None:
+        value = self.raw[name]
+        if value is None:
+            return None
+        return self._compute(name, (value.to_dense() if value.is_sparse else value).detach())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.raw)
+
+    def __len__(self) -> int:
+        return len(self.raw)
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
@@ -23,7 +48,7 @@ def resolve_direction(
     aliases: Mapping[str, str],
     shapes: Mapping[str, torch.Size],
     needed: set[str],
-) -> dict[str, Tensor | None]:
+) -> Direction:
     """Bring a direction to canonical names, dense; None stays None and means zero.
 
     Args:
@@ -36,6 +61,8 @@ def resolve_direction(
     """
     if not isinstance(direction, Mapping):
         raise DirectionError(f"A direction is a dict from parameter names to tensors; got {type(direction).__name__}.")
+    if isinstance(direction, Computed):  # the library's own
+        return direction
     resolved: dict[str, Tensor | None] = {}
     for name, value in direction.items():
         if name not in aliases:
@@ -72,7 +99,8 @@ def in_parts(direction: Direction, plan: _Layers) -> Iterable[Mapping[str, Tenso
 
     All processes must come here, as they gather together: in the order of the plan's layers, whatever they have recorded.
     """
-    if all([type(value) is Tensor or value is None or not is_sharded(value) for value in direction.values()]):
+    values = (direction.raw if isinstance(direction, Computed) else direction).values()
+    if all([type(value) is Tensor or value is None or not is_sharded(value) for value in values]):
         return (direction,)
     return (
         {name: None if (value := direction[name]) is None else whole(value) for name in names if name in direction}

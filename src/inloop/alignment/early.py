@@ -16,7 +16,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from inloop.alignment.direction import Direction
+from inloop.alignment.direction import Compute, Direction
 from inloop.alignment.kept import Kept
 from inloop.alignment.tape import Tape
 from inloop.errors import OverwrittenTensorError
@@ -38,11 +38,17 @@ class EarlyAlignment:
         self.state: Literal["unknown", "on", "off"] = "unknown" if allowed else "off"
         self._tape: Tape | None = None  # of the step before, while it is aligned
         self._users: dict[str, list[Kept]] = {}  # its calls, by parameter
-        self._gradients: dict[str, Tensor] = {}  # that have arrived, and that calls still wait for
+        self._gradients: dict[str, Tensor | None] = {}  # that have arrived, and that calls still wait for
+        self._compute: Compute | None = None
 
-    def begin(self, waiting: Tape | None) -> None:
-        """A step begins; its gradient will reward the step that ``waiting`` has recorded, if any."""
+    def begin(self, waiting: Tape | None, compute: Compute | None = None) -> None:
+        """A step begins; its gradient will reward the step that ``waiting`` has recorded, if any.
+
+        Args:
+            compute: What the gradients are changed by before calls are aligned with them.
+        """
         self.stop()
+        self._compute = compute
         if self.state != "on" or waiting is None:
             return
         self._tape = waiting
@@ -72,7 +78,7 @@ class EarlyAlignment:
     def _align(self, call: Kept) -> None:
         assert self._tape is not None
         try:
-            self._tape.align_ahead(call, self._gradients)
+            self._tape.align_ahead(call, self._gradients, self._compute)
         except OverwrittenTensorError:
             return  # comes up again when the rest of the tape is aligned, outside of the user's backward pass
         for name in call.parameter_names.values():
@@ -88,7 +94,7 @@ class EarlyAlignment:
         if (step is not None and step.missed_a_pass) or (waiting is not None and waiting.differs_from(gradients)):
             self.state = "off"
             return CHANGED_GRADIENTS
-        if step is not None and self.state != "off":
+        if step is not None and step.known is None and self.state != "off":
             self.state = "on" if max(step.reached.values(), default=0) == 1 else "off"
         return None
 

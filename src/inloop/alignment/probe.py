@@ -43,6 +43,7 @@ _Sums = list[tuple[torch.Size, float, dict[int, Tensor], bool]]
 _Key = tuple[str, int]
 _Seen = dict[_Key, _Sums]
 
+_MOST_KINDS = 16
 _KNOWN: "weakref.WeakKeyDictionary[nn.Module, dict[object, Layouts]]" = weakref.WeakKeyDictionary()
 
 
@@ -56,6 +57,13 @@ def layouts_of(model: nn.Module, inputs: Inputs, plan: Plan) -> Layouts:
     options = tuple(leaf for leaf in tree_leaves(inputs) if isinstance(leaf, bool | int | str))
     kind = tuple(site.name for site in plan.sites), tuple(tensor.dim() for tensor in tensors_in(inputs)), options
     known = _KNOWN.setdefault(model, {})
+    if (
+        kind not in known and len(known) >= _MOST_KINDS
+    ):  # a number that counts steps, say: no more trials if it makes no difference
+        first, *others = known.values()
+        if all(layouts == first for layouts in others):
+            return first
+        known.clear()
     if kind not in known:
         sharded = any(is_sharded(parameter) for parameter in model.parameters())
         if min(gather_counts(num_examples) if sharded else (num_examples,)) < 2:  # nothing can be exchanged

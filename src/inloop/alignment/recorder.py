@@ -31,6 +31,7 @@ from inloop.alignment.call import (
     original_type,
     reparametrizing_hooks,
 )
+from inloop.alignment.direction import Direction
 from inloop.alignment.early import EarlyAlignment
 from inloop.alignment.follow import Watch
 from inloop.alignment.hooks import NODES, Exchange, Fused, Hook, Identity, hook_gradient, not_compiled, remove_all
@@ -41,6 +42,8 @@ from inloop.alignment.probe import layouts_of
 from inloop.alignment.tape import Reduction, Retention, Tape
 from inloop.distributed import is_sharded
 from inloop.errors import UnsupportedLayerError
+
+_MOST_SHAPES = 1000  # of one layer, whose decisions are remembered: sequences may have any length
 
 MakeModelCall = Callable[[Site], Callable[..., RunAgain]]
 
@@ -91,9 +94,9 @@ class Recorder:
             after = AfterForward(self, site)
             handle = site.module.register_forward_hook(after, prepend=True, with_kwargs=True, always_call=runs_again)
             handles.append(handle)
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                handles.append(parameter.register_post_accumulate_grad_hook(_AfterGradient(self, name)))
+        self._handles = handles
+        self._not_followed = dict(model.named_parameters())  # parameters that nothing tells of the gradients of
+        self._follow_gradients()
         if not any(
             site.inner is not None and not site.name for site in plan.sites
         ):  # else the whole model is run again
@@ -129,11 +132,24 @@ class Recorder:
         """Whether operations are recorded at the moment, in place of the layer that is running."""
         return self._watch is not None and self._watch.follows_operations
 
-    def start(self, reduction: Reduction) -> Tape:
-        """Let a new tape record from here on."""
+    def _follow_gradients(self) -> None:
+        """Hear of the gradients of all parameters; those that are frozen are looked at again at the next step."""
+        for name, parameter in list(self._not_followed.items()):
+            if parameter.requires_grad:
+                self._handles.append(parameter.register_post_accumulate_grad_hook(_AfterGradient(self, name)))
+                del self._not_followed[name]
+
+    def start(self, reduction: Reduction, known: Direction | None = None) -> Tape:
+        """Let a new tape record from here on.
+
+        Args:
+            known: The direction that calls are aligned with when they arrive, if it is known already.
+        """
         self.stop()
+        if self._not_followed:
+            self._follow_gradients()
         one_pass = self.early is not None and self.early.state == "on"
-        self.tape = Tape(self.plan, reduction, self.retain, expect_one_pass=one_pass)
+        self.tape = Tape(self.plan, reduction, self.retain, one_pass, known)
         return self.tape
 
     def stop(self) -> None:
@@ -141,7 +157,7 @@ class Recorder:
         watch = self._watch
         if self.tape is not None:
             self.tape.close()
-            if watch is not None and self.tape.calls and not watch.is_needed:
+            if watch is not None and self.tape.seen and not watch.is_needed:
                 self._layouts = watch.layouts
                 remove_all(watch.handles)
                 self._watch = None
@@ -361,6 +377,8 @@ class AfterForward(_LayerHook):
         x = args[0]
         key = x.shape, x.dtype, output.shape, output.dtype, tuple(call.parameter_names), call.autocast
         if key not in self._fused:
+            if len(self._fused) > _MOST_SHAPES:
+                self._fused.clear()
             parameters = [value for value in module._parameters.values() if value is not None]
             alike = all(value.dtype == output.dtype and value.device == output.device for value in (*parameters, x))
             trial = call.with_gradient(output.detach())

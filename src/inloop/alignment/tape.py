@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from inloop.alignment.black_box import BeforeCall
 from inloop.alignment.call import LayerCall, Recorded
-from inloop.alignment.direction import Direction, in_parts, resolve_direction
+from inloop.alignment.direction import Compute, Computed, Direction, in_parts, resolve_direction
 from inloop.alignment.kept import Halves, Kept
 from inloop.alignment.plan import Plan
 from inloop.alignment.verify import refuse_unseen_uses, verify_calls
-from inloop.errors import BatchSizeError, UnsupportedLayerError, UsageError
+from inloop.errors import BatchSizeError, OverwrittenTensorError, UnsupportedLayerError, UsageError
 
 Reduction = Literal["mean", "sum"]
 Retention = Literal["exact", "half", "recompute"]
@@ -52,6 +52,8 @@ class Tape:
         retain: How to keep their tensors.
         expect_one_pass: Release the input of a layer once the gradient of its output has arrived. Another backward pass through the
             same graph is then missed, and noticed.
+        known: The direction that the step will be aligned with, if it is known before the backward pass. Each call is then aligned when the
+            gradient of its output arrives, and released at once.
 
     Attributes:
         part: By micro-batch, the rows of the examples that are rewarded; all, where there is no entry.
@@ -66,7 +68,12 @@ class Tape:
     first_parameters: list[Tensor] | None = None  # those that the data meets first, if they are noted (replay.py)
 
     def __init__(
-        self, plan: Plan, reduction: Reduction, retain: Retention = "exact", expect_one_pass: bool = False
+        self,
+        plan: Plan,
+        reduction: Reduction,
+        retain: Retention = "exact",
+        expect_one_pass: bool = False,
+        known: Direction | None = None,
     ) -> None:
         self.reduction = reduction
         self.calls: list[Kept] = []
@@ -79,7 +86,9 @@ class Tape:
         self._first_gradient: tuple[str, Tensor] | None = None
         self.accounted: set[str] = set()  # parameters of calls that were written
         self.plan = plan
-        self._one_pass = expect_one_pass
+        self.known = known
+        self._one_pass = expect_one_pass or known is not None
+        self._shapes: list[Kept] = []  # of calls that were aligned when they arrived
         self._is_open = True
         self._halves = Halves() if retain == "half" else None
         self._waiting: list[Waiting] = []
@@ -119,7 +128,8 @@ class Tape:
         complete: Kept = call.with_gradient(dout)
         if isinstance(complete, LayerCall):
             complete = self.form(complete, waiting.fused)
-        self.write(complete if self._halves is None else complete.map(self._halves))
+        if self.known is None or complete.needs_backward or not self._align_at_once(complete):
+            self.write(complete if self._halves is None else complete.map(self._halves))
         waiting.written = True
         waiting.call = None if self._one_pass else call
         return complete
@@ -184,7 +194,9 @@ class Tape:
         """Give back the memory; the tape is empty afterwards."""
         self.calls.clear()
         self._sums.clear()
+        self._shapes.clear()
         self._aligned_with.clear()
+        self.known = None
         self.close()
 
     # ---------------------------------------------------------------- reading
@@ -211,12 +223,12 @@ class Tape:
         plan = self.plan
         trainable = plan.trainable()
         resolved = resolve_direction(direction, plan.aliases, plan.shapes, trainable)
-        if self.differs_from(resolved):
+        if self.differs_from(resolved) or (self._shapes and direction is not self.known):
             raise UsageError(
                 "A part of this tape was aligned with other gradients already and is gone. Fix: align with the gradients that the "
                 "backward pass has left, before anything changes them."
             )
-        if not self.calls and not self._aligned_with:
+        if not self.calls and not self._aligned_with and not self._shapes:
             raise UsageError(
                 "Nothing was recorded. A tape is filled by a forward and a backward pass while it is open, through layers with "
                 "trainable parameters that meet the data. Fix: run both inside the `with inloop.capture(model) as tape:` block."
@@ -232,7 +244,7 @@ class Tape:
                     self._add(totals, call, local)
         if len(sizes) == 1 and len(totals) == 1:
             return next(iter(totals.values()))
-        device = self.calls[0].device if self.calls else next(iter(totals.values())).device
+        device = next(iter(totals.values())).device if totals else self.calls[0].device
         return torch.cat(
             [
                 totals[batch] if batch in totals else torch.zeros(len(self.part.get(batch, range(size))), device=device)
@@ -252,7 +264,7 @@ class Tape:
         """The number of examples of each micro-batch, in order."""
         if self._sizes is not None:
             return self._sizes
-        sizes = batch_sizes(self.calls)
+        sizes = batch_sizes(self.seen)
         if not self._is_open:
             self._sizes = sizes  # calls come no more, and those that are aligned ahead go
         return sizes
@@ -273,14 +285,46 @@ class Tape:
 
     # ---------------------------------------------------------------- aligning ahead (early.py says when)
 
-    def align_ahead(self, call: Kept, gradients: Mapping[str, Tensor]) -> None:
-        """Align one call with gradients that are final, and release it."""
+    def align_ahead(self, call: Kept, gradients: Direction, compute: Compute | None = None) -> None:
+        """Align one call with gradients that are final, or with what ``compute`` makes of them, and release it."""
         self.batch_sizes()
-        self._add(self._sums, call, {local: gradients[name] for local, name in call.parameter_names.items()})
+        direction = gradients if compute is None else Computed(gradients, compute)
+        self._add(self._sums, call, {local: direction[name] for local, name in call.parameter_names.items()})
         self.calls.remove(call)
         for name in call.parameter_names.values():
+            gradient = gradients[name]
+            assert gradient is not None
             # Where it is stored, and how often it was written to: a second backward pass or a change in place shows.
-            self._aligned_with[name] = gradients[name].data_ptr(), gradients[name]._version
+            self._aligned_with[name] = gradient.data_ptr(), gradient._version
+
+    def _align_at_once(self, call: Kept) -> bool:
+        """Align a call with the direction that is known; nothing of it is kept but its shapes. Returns whether it could be."""
+        known, others = self.known, self._sums.get(call.batch)
+        assert known is not None
+        if others is not None and len(others) != len(self.part.get(call.batch, range(call.num_recorded))):
+            return False  # to be refused with the other calls, outside of the user's backward pass
+        try:
+            self._add(self._sums, call, {local: known[name] for local, name in call.parameter_names.items()})
+        except OverwrittenTensorError:
+            return False  # comes up again when the tape is aligned, outside of the user's backward pass
+        self.accounted.update(call.parameter_names.values())
+        self._shapes.append(call.map(_without_values))
+        return True
+
+    def is_zero(self) -> bool:
+        """Whether no example contributes anything in any direction (with calls that were aligned at once: in theirs)."""
+        if self._shapes:
+            return not any(bool(total.any()) for total in self._sums.values())
+        if not self.calls:
+            return False
+        shapes = {name: self.plan.shapes[name] for name in self.plan.trainable()}
+        device = self.calls[0].device
+        return not self.contributions({name: torch.ones(shape, device=device) for name, shape in shapes.items()}).any()
+
+    @property
+    def seen(self) -> list[Kept]:
+        """The recorded calls, of those that were aligned at once only the shapes."""
+        return self.calls + self._shapes if self._shapes else self.calls
 
     @property
     def begun(self) -> bool:
@@ -289,11 +333,16 @@ class Tape:
 
     def differs_from(self, direction: Direction) -> bool:
         """Whether ``direction`` is not, or not any more, the gradients that calls were aligned with ahead."""
+        raw = direction.raw if isinstance(direction, Computed) else direction
         for name, then in self._aligned_with.items():
-            value = direction.get(name)
+            value = raw.get(name)
             if value is None or (value.data_ptr(), value._version) != then:
                 return True
         return False
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    return tensor.to("meta") if tensor.is_floating_point() else tensor
 
 
 # ---------------------------------------------------------------- how many examples

@@ -14,18 +14,24 @@ from inloop.policies.discrete import Discrete
 
 
 class MixturePolicy(Discrete):
-    """A learned distribution over data sources.
+    """A learned distribution over data sources, in one of three forms.
 
-    The paper's inverted softmax, ``p_i = (1 - softmax(s)_i) / (K - 1)``: no source can get more than ``1 / (K - 1)``, and
+    "bounded": ``p_i ∝ prior_i exp(b(s_i))`` with b(s) = s below 0, and above it ``log 2 tanh(s / log 2)``: any number of sources can be
+    dropped, and none can have more than twice its prior's odds.
+
+    "inverted": the paper's inverted softmax, ``p_i = (1 - softmax(s)_i) / (K - 1)``: no source can get more than ``1 / (K - 1)``, and
     the one with the highest score loses. (A plain softmax tends to a single winner.) It is computed as
 
         log p_i = logsumexp_{j≠i} s_j - logsumexp_j s_j - log(K - 1),
 
-    which keeps its precision when p_i is small.
+    which keeps its precision when p_i is small. It can drop one source.
+
+    "softmax": ``p_i ∝ prior_i exp(s_i)``.
 
     Args:
-        num_sources: K, at least 2.
-        form: "inverted" (the paper) or "softmax".
+        num_sources: K, at least 2; or an :class:`~inloop.Mixture`, which has their names.
+        form: "bounded", "inverted" (the paper's) or "softmax".
+        prior: The shares to begin with, and to be anchored at; by default all sources alike. Not with the inverted form.
         floor: The least share ε of each source, one number or one for each: ``(1 - sum ε) p + ε``.
         ceiling: The largest share of each source, one number or one for each; the excess goes to the others in
             proportion.
@@ -38,13 +44,14 @@ class MixturePolicy(Discrete):
     def __init__(
         self,
         num_sources: int,
-        form: Literal["inverted", "softmax"] = "inverted",
+        form: Literal["bounded", "inverted", "softmax"] = "inverted",
+        prior: Sequence[float] | None = None,
         floor: float | Sequence[float] = 0.0,
         ceiling: float | Sequence[float] = 1.0,
     ) -> None:
         num_sources = count_sources(num_sources)
-        if form not in ("inverted", "softmax"):
-            raise UsageError(f"form={form!r}: allowed are 'inverted' and 'softmax'.")
+        if form not in ("bounded", "inverted", "softmax"):
+            raise UsageError(f"form={form!r}: allowed are 'bounded', 'inverted' and 'softmax'.")
         floor_K, ceiling_K = _shares("floor", floor, num_sources), _shares("ceiling", ceiling, num_sources)
         if min(floor_K) < 0 or sum(floor_K) >= 1:
             least = 1 / num_sources
@@ -58,17 +65,41 @@ class MixturePolicy(Discrete):
         self.register_buffer("floor_K", torch.tensor(floor_K), persistent=False)
         self.register_buffer("ceiling_K", torch.tensor(ceiling_K), persistent=False)
         self.limited = max(floor_K) > 0 or min(ceiling_K) < 1
+        self.register_buffer("log_prior_K", _log_prior(prior, num_sources, form), persistent=False)
         self.scores = nn.Parameter(torch.zeros(num_sources))
 
+    log_prior_K: Tensor
     floor_K: Tensor
     ceiling_K: Tensor
 
     def log_probabilities(self) -> Tensor:
-        log_p_K = log_inverted_softmax(self.scores) if self.form == "inverted" else F.log_softmax(self.scores, dim=0)
+        if self.form == "inverted":
+            log_p_K = log_inverted_softmax(self.scores)
+        else:
+            weights_K = bounded(self.scores) if self.form == "bounded" else self.scores
+            log_p_K = F.log_softmax(self.log_prior_K.to(weights_K) + weights_K, dim=0)
         if not self.limited:
             return log_p_K
         floor_K, ceiling_K = self.floor_K.to(log_p_K), self.ceiling_K.to(log_p_K)
         return cap(torch.logaddexp(log_p_K + (1 - floor_K.sum()).log(), floor_K.log()), ceiling_K.log())
+
+
+def bounded(scores_K: Tensor) -> Tensor:
+    """The scores themselves below 0; above it they tend to log 2."""
+    most = math.log(2)
+    return torch.where(scores_K < 0, scores_K, most * torch.tanh(scores_K / most))
+
+
+def _log_prior(prior: Sequence[float] | None, num_sources: int, form: str) -> Tensor:
+    if prior is None:
+        return torch.zeros(num_sources)
+    if form == "inverted":
+        raise UsageError("prior=: the inverted form has none. Fix: form='bounded'.")
+    if len(prior) != num_sources or min(prior) < 0 or not sum(prior) > 0:
+        raise UsageError(
+            f"prior={list(prior)}: give one number for each of the {num_sources} sources, none below 0 and not all 0."
+        )
+    return torch.tensor([float(share) for share in prior]).log()
 
 
 def count_sources(num_sources: object) -> int:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from inloop.errors import UsageError
 from inloop.policies import Policy
+from inloop.references import Next, Reference
 from inloop.rewards import Reward
 from inloop.step import Draw
 
@@ -17,22 +18,24 @@ class Update(ABC):
 
     Attributes:
         policy: The policy that it moves.
+        reference: What judges the examples.
         version: How often the policy was changed.
     """
 
     policy: Policy
+    reference: Reference
 
     def __init__(self) -> None:
         self.version = 0
         self._is_attached = False
 
-    def attach(self, policy: Policy, reward: Reward) -> None:
-        """A learner takes the rule, to move this policy."""
+    def attach(self, policy: Policy, reward: Reward, reference: Reference | None = None) -> None:
+        """A learner takes the rule, to move this policy by rewards that this reference judges."""
         if self._is_attached:
             raise UsageError(
                 f"This {type(self).__name__} belongs to another learner already. Fix: make one for each learner."
             )
-        self.version, self.policy = 0, policy
+        self.version, self.policy, self.reference = 0, policy, reference or Next()
         self.begin(policy, reward)
         self._is_attached = True
 
@@ -60,7 +63,7 @@ class Update(ABC):
         self.version = state["version"]
 
 
-class Watch(Update):
+class NoUpdate(Update):
     """Never moves the policy: for looking at the rewards alone."""
 
     def add(self, draws: Sequence[Draw], rewards_N: Tensor) -> bool:

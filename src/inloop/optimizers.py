@@ -1,0 +1,381 @@
+"""What a step of an optimizer did with a gradient: the derivative of the update, by optimizer.
+
+An example's weight in step t changes the gradient g_t, the gradient changes the update, and the update changes the reference loss:
+
+    r_i = <∇l_i(θ_t), Pᵀ g_ref>          P = -∂(θ_{t+1} - θ_t) / ∂g_t
+
+For SGD P is the learning rate times the factor of the momentum. For optimizers that divide by a second moment v it is diagonal,
+
+    u = N / D,      P = lr (N' / D - N D' / D²)          N: numerator, D = √v̂ + ε, both functions of g_t
+
+The second term is the second moment's own dependence on g_t. It is small after some steps (v̂ averages over 1 / (1 - β2) of them) and is left
+out by default ("fixed"), which needs no memory. With "moving" it counts: a copy of the step's gradients is kept for it. Weight decay does not
+depend on g_t. Clipping by a global norm multiplies g_t by a number; with that number held fixed it is one more factor that all examples share.
+"""
+
+import inspect
+import math
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import NAdam, Optimizer, RAdam, RMSprop
+from torch.optim.adagrad import Adagrad
+from torch.optim.adam import Adam
+from torch.optim.adamax import Adamax
+from torch.optim.adamw import AdamW
+from torch.optim.sgd import SGD
+
+from inloop.errors import UsageError
+
+SecondMoment = Literal["fixed", "moving"]
+State = Mapping[str, Any]
+Group = Mapping[str, Any]
+
+# (direction, state of the parameter after the step, settings of its group in the step) -> Pᵀ direction; None for zero
+Derivative = Callable[[Tensor, State, Group], Tensor | None]
+
+_REGISTERED: dict[type[Optimizer], Derivative] = {}
+
+
+def register_derivative(optimizer: type[Optimizer]) -> Callable[[Derivative], Derivative]:
+    """Say how the update of an optimizer depends on the gradient, for ``InLoop(optimizer=)``.
+
+    The function is given a direction (a gradient of the reference loss by one parameter), the state that the optimizer has for that parameter
+    after its step, and the settings of its group in that step. It returns ``Pᵀ direction``, in the direction's shape. A factor that is
+    the same for all parameters may be left out.
+
+    Example:
+        >>> class SignDescent(torch.optim.SGD):
+        ...     def step(self, closure=None): ...
+        >>> @register_derivative(SignDescent)
+        ... def sign_descent(direction, state, group):
+        ...     return torch.zeros_like(direction)  # the sign of a number does not change with it
+    """
+
+    def register(derivative: Derivative) -> Derivative:
+        _REGISTERED[optimizer] = derivative
+        return derivative
+
+    return register
+
+
+class StepDerivative:
+    """``Pᵀ g`` for the last step of one or several optimizers, by the names of a model's parameters.
+
+    Args:
+        optimizers: Together they hold every trainable parameter of the model.
+        second_moment: "fixed" or "moving"; see the module.
+
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: object,
+        second_moment: SecondMoment = "fixed",
+    ) -> None:
+        if second_moment not in ("fixed", "moving"):
+            raise UsageError(f"second_moment={second_moment!r}: allowed are 'fixed' and 'moving'.")
+        several = optimizers if isinstance(optimizers, Sequence) else [optimizers]
+        self.optimizers = [_unwrapped(optimizer) for optimizer in several]
+        self._derivatives = [_derivative_of(optimizer) for optimizer in self.optimizers]
+        self._moving = second_moment == "moving"
+        self._parameters = dict(model.named_parameters())
+        _refuse_other_parameters(self._parameters, self.optimizers)
+        self._steps = [0] * len(self.optimizers)
+        self.mark()
+        # By the identity of a parameter: the number of its optimizer, and the settings of its group in the last step.
+        self._settings: dict[int, tuple[int, dict[str, Any]]] = {}
+        self._gradients: dict[int, Tensor] = {}  # as the optimizers saw them
+        self._is_new: set[int] = set()  # parameters that the last step was the first of
+        handles = []
+        for number, optimizer in enumerate(self.optimizers):
+            handles.append(optimizer.register_step_pre_hook(_Tell(self, number, StepDerivative._before)))
+            handles.append(optimizer.register_step_post_hook(_Tell(self, number, StepDerivative._after)))
+        self.remove = weakref.finalize(self, _remove, handles)
+
+    def mark(self) -> None:
+        """The steps from here on are those that :meth:`of_last_step` is about."""
+        self._marked = list(self._steps)
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether an optimizer has done a step since the last mark."""
+        return self._steps != self._marked
+
+    def of_last_step(self, name: str, direction: Tensor) -> Tensor | None:
+        """``Pᵀ direction`` for one parameter and the step since the last mark; None if its optimizer did not step."""
+        number, _ = self._settings_of(self._parameters[name])
+        return None if self._steps[number] == self._marked[number] else self.of_next_step(name, direction)
+
+    def of_next_step(self, name: str, direction: Tensor) -> Tensor | None:
+        """``Pᵀ direction`` as the optimizer is now; the direction itself before its first step."""
+        parameter = self._parameters[name]
+        number, group = self._settings_of(parameter)
+        if not self._steps[number] and not self.optimizers[number].state:
+            return direction
+        state = self.optimizers[number].state.get(parameter, {})
+        seen = {"gradient": self._gradients.get(id(parameter)), "is_new": id(parameter) in self._is_new}
+        return self._derivatives[number](direction, {**state, **seen}, group)
+
+    def _settings_of(self, parameter: Tensor) -> tuple[int, dict[str, Any]]:
+        if id(parameter) not in self._settings:
+            for number in range(len(self.optimizers)):
+                self._keep_settings(number)
+        return self._settings[id(parameter)]
+
+    def _keep_settings(self, number: int) -> None:
+        for group in self.optimizers[number].param_groups:
+            settings = {
+                name: value.detach().clone() if isinstance(value, Tensor) else value
+                for name, value in group.items()
+                if name != "params"
+            }
+            self._settings.update({id(parameter): (number, settings) for parameter in group["params"]})
+
+    def _before(self, number: int) -> None:
+        """Keep what the step will change and the derivative needs."""
+        optimizer = self.optimizers[number]
+        for group in optimizer.param_groups:
+            if group.get("dampening"):
+                fresh = {id(p) for p in group["params"] if optimizer.state.get(p, {}).get("momentum_buffer") is None}
+                self._is_new = (self._is_new - {id(p) for p in group["params"]}) | fresh
+            if self._moving:
+                self._gradients.update({id(p): g for p in group["params"] if (g := _as_seen(p, group)) is not None})
+
+    def _after(self, number: int) -> None:
+        """Schedulers change the settings after the step: keep those of the step."""
+        self._steps[number] += 1
+        self._keep_settings(number)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": list(self._steps)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._steps = list(state["steps"])
+        self.mark()
+
+
+def as_derivative(model: nn.Module, optimizer: object) -> StepDerivative | None:
+    """What ``InLoop(optimizer=)`` stands for; None without one."""
+    if optimizer is None or optimizer is False:
+        return None
+    return optimizer if isinstance(optimizer, StepDerivative) else StepDerivative(model, optimizer)
+
+
+class _Tell:
+    """A hook that knows its owner only weakly, and is nobody's in a copy."""
+
+    def __init__(self, owner: StepDerivative, number: int, call: Callable[[StepDerivative, int], None]) -> None:
+        self._owner, self._number, self._call = weakref.ref(owner), number, call
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        owner = self._owner()
+        if owner is not None:
+            self._call(owner, self._number)
+
+    def __reduce__(self) -> Any:
+        return _nothing, ()
+
+
+def _nothing() -> Callable[..., None]:
+    return lambda *args: None
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def _as_seen(parameter: Tensor, group: Group) -> Tensor | None:
+    """The gradient as the rule uses it: with its sign, and with weight decay where that is added to it."""
+    if parameter.grad is None:
+        return None
+    gradient = parameter.grad.detach().clone()
+    gradient = -gradient if group.get("maximize") else gradient
+    if group.get("weight_decay") and not group.get("decoupled_weight_decay"):
+        gradient = gradient.add(parameter.detach(), alpha=group["weight_decay"])
+    return gradient
+
+
+def _unwrapped(optimizer: object) -> Optimizer:
+    """The optimizer in a wrapper or a scheduler, which have it as ``.optimizer``."""
+    inner = optimizer
+    while (deeper := getattr(inner, "optimizer", None)) is not None and deeper is not inner:
+        inner = deeper
+    if not isinstance(inner, Optimizer):
+        raise UsageError(
+            f"optimizer={type(optimizer).__name__}: allowed are a torch.optim.Optimizer, a wrapper that has one as .optimizer, and a list of them."
+        )
+    return inner
+
+
+def _derivative_of(optimizer: Optimizer) -> Derivative:
+    """Of the class that defines ``step``: a subclass with a step of its own is another optimizer."""
+    step = inspect.unwrap(type(optimizer).step)
+    for known, derivative in _REGISTERED.items():
+        if isinstance(optimizer, known) and inspect.unwrap(known.step) is step:
+            return derivative
+    names = ", ".join(sorted(known.__name__ for known in _REGISTERED))
+    raise UsageError(
+        f"How a step of {type(optimizer).__name__} depends on the gradient is not known; it is of {names}. Fix: say it with "
+        "inloop.optimizers.register_derivative, or leave optimizer= out: examples are then judged as if the optimizer were SGD."
+    )
+
+
+def _refuse_other_parameters(parameters: Mapping[str, Tensor], optimizers: Sequence[Optimizer]) -> None:
+    held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    missing = [name for name, parameter in parameters.items() if parameter.requires_grad and id(parameter) not in held]
+    trainable = sum(parameter.requires_grad for parameter in parameters.values())
+    if missing and len(missing) == trainable:
+        raise UsageError(
+            "The optimizer holds no parameter of the model. Fix: give the learner the optimizer that was made with model.parameters()."
+        )
+    if missing:
+        raise UsageError(
+            f"The optimizer does not hold '{missing[0]}' and {len(missing) - 1} more trainable parameter(s) of the model. Fix: give all optimizers, "
+            "as a list, or freeze what is not trained with requires_grad_(False)."
+        )
+
+
+# ---------------------------------------------------------------- the optimizers of torch
+
+
+def _diagonal(
+    *optimizers: type[Optimizer],
+) -> Callable[[Callable[[State, Group], Tensor | float | None]], Callable[[State, Group], Tensor | float | None]]:
+    """Register a function that gives the diagonal of P for ``maximize=False`` (None: the parameter was never stepped)."""
+
+    def register(
+        diagonal: Callable[[State, Group], Tensor | float | None],
+    ) -> Callable[[State, Group], Tensor | float | None]:
+        def derivative(direction: Tensor, state: State, group: Group) -> Tensor | None:
+            factor = diagonal(state, group)
+            if factor is None:
+                return None
+            return direction * (-factor if group.get("maximize") else factor)
+
+        for optimizer in optimizers:
+            _REGISTERED[optimizer] = derivative
+        return diagonal
+
+    return register
+
+
+def _count(state: State) -> Any:
+    """The number of steps; a tensor if reading it would make a device wait."""
+    step = state["step"]
+    return step if isinstance(step, Tensor) and step.device.type != "cpu" else float(step)
+
+
+def _slope_of_root(gradient: Tensor, root: Tensor, factor: Any) -> Tensor:
+    """The derivative of √(c + factor g²) by g: zero where the root is."""
+    slope: Tensor = factor * gradient / root.clamp_min(torch.finfo(root.dtype).tiny)
+    return slope
+
+
+@_diagonal(SGD)
+def _sgd(state: State, group: Group) -> Tensor | float:
+    momentum = group["momentum"]
+    if not momentum:
+        return cast(float, group["lr"])
+    if group["nesterov"]:
+        return cast(float, group["lr"] * (1 + momentum))
+    return cast(float, group["lr"] * (1 if state["is_new"] else 1 - group["dampening"]))
+
+
+@_diagonal(Adam, AdamW)
+def _adam(state: State, group: Group) -> Tensor | None:
+    if "exp_avg_sq" not in state:
+        return None
+    (beta1, beta2), t, g = group["betas"], _count(state), state["gradient"]
+    first, second = 1 - beta1**t, 1 - beta2**t
+    moment = state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"]
+    root = (moment / second).sqrt()
+    denominator = root + group["eps"]
+    factor = (1 - beta1) / first / denominator
+    if g is not None:
+        slope = _slope_of_root(g, root, (1 - beta2) / second)
+        if group["amsgrad"]:
+            slope = torch.where(moment == state["exp_avg_sq"], slope, 0.0)
+        factor = factor - state["exp_avg"] / first * slope / denominator.square()
+    return cast(Tensor, group["lr"] * factor)
+
+
+@_diagonal(NAdam)
+def _nadam(state: State, group: Group) -> Tensor | None:
+    if "exp_avg_sq" not in state:
+        return None
+    (beta1, beta2), t, g = group["betas"], _count(state), state["gradient"]
+    second = 1 - beta2**t
+    product = state["mu_product"]
+    now, after = (beta1 * (1 - 0.5 * 0.96 ** (s * group["momentum_decay"])) for s in (t, t + 1))
+    of_gradient, of_moment = (1 - now) / (1 - product), after / (1 - product * after)
+    root = (state["exp_avg_sq"] / second).sqrt()
+    denominator = root + group["eps"]
+    factor = (of_gradient + of_moment * (1 - beta1)) / denominator
+    if g is not None:
+        numerator = of_gradient * g + of_moment * state["exp_avg"]
+        factor = factor - numerator * _slope_of_root(g, root, (1 - beta2) / second) / denominator.square()
+    return cast(Tensor, group["lr"] * factor)
+
+
+@_diagonal(RAdam)
+def _radam(state: State, group: Group) -> Tensor | float | None:
+    if "exp_avg_sq" not in state:
+        return None
+    (beta1, beta2), t, g = group["betas"], float(state["step"]), state["gradient"]
+    first, second = 1 - beta1**t, 1 - beta2**t
+    most = 2 / (1 - beta2) - 1
+    rho = most - 2 * t * beta2**t / second
+    if rho <= 5:
+        return cast(float, group["lr"] * (1 - beta1) / first)
+    rectified = math.sqrt((rho - 4) * (rho - 2) * most / ((most - 4) * (most - 2) * rho) * second) / first
+    root = state["exp_avg_sq"].sqrt()
+    denominator = root + group["eps"]
+    factor = (1 - beta1) / denominator
+    if g is not None:
+        factor = factor - state["exp_avg"] * _slope_of_root(g, root, 1 - beta2) / denominator.square()
+    return cast(Tensor, group["lr"] * rectified * factor)
+
+
+@_diagonal(Adamax)
+def _adamax(state: State, group: Group) -> Tensor | None:
+    if "exp_inf" not in state:
+        return None
+    (beta1, _), g, largest = group["betas"], state["gradient"], state["exp_inf"]
+    factor = (1 - beta1) / largest
+    if g is not None:
+        slope = torch.where(g.abs() + group["eps"] >= largest, g.sign(), 0.0)  # the largest so far is this one
+        factor = factor - state["exp_avg"] * slope / largest.square()
+    return cast(Tensor, group["lr"] / (1 - beta1 ** _count(state)) * factor)
+
+
+@_diagonal(RMSprop)
+def _rmsprop(state: State, group: Group) -> Tensor | None:
+    if "square_avg" not in state:
+        return None
+    alpha, g, moment = group["alpha"], state["gradient"], state["square_avg"]
+    mean = state["grad_avg"] if group["centered"] else None
+    root = (moment if mean is None else moment - mean.square()).sqrt()
+    denominator = root + group["eps"]
+    factor = 1 / denominator
+    if g is not None:
+        slope = _slope_of_root(g if mean is None else g - mean, root, 1 - alpha)
+        factor = factor - g * slope / denominator.square()
+    return cast(Tensor, group["lr"] * factor)
+
+
+@_diagonal(Adagrad)
+def _adagrad(state: State, group: Group) -> Tensor | None:
+    if "sum" not in state:
+        return None
+    g, root = state["gradient"], state["sum"].sqrt()
+    denominator = root + group["eps"]
+    factor = 1 / denominator
+    if g is not None:
+        factor = factor - g * _slope_of_root(g, root, 1.0) / denominator.square()
+    return cast(Tensor, group["lr"] / (1 + (_count(state) - 1) * group["lr_decay"]) * factor)

@@ -1,0 +1,17 @@
+"""References: what judges a step. One file each; a user's own subclasses :class:`Reference`.
+
+next        step t by the gradient of step t+1 (the paper)
+previous    step t by the gradient of step t-1
+held-out    step t by the gradient of a loss on held-out data, at θ_{t+1}
+trail       step t by the way from an average of earlier parameters to θ_t
+"""
+
+from inloop.references.default import Named as Named
+from inloop.references.default import as_reference as as_reference
+from inloop.references.held_out import HeldOut as HeldOut
+from inloop.references.held_out import HeldOutLoss as HeldOutLoss
+from inloop.references.held_out import held_out_judge as held_out_judge
+from inloop.references.next import Next as Next
+from inloop.references.previous import Previous as Previous
+from inloop.references.reference import Reference as Reference
+from inloop.references.trail import Trail as Trail

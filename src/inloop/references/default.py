@@ -1,0 +1,27 @@
+"""The reference that a learner is given, by its short name or as an object."""
+
+from typing import Literal
+
+from inloop.errors import UsageError
+from inloop.references.held_out import HeldOut, HeldOutLoss
+from inloop.references.next import Next
+from inloop.references.previous import Previous
+from inloop.references.reference import Reference
+from inloop.references.trail import Trail
+
+_NAMED: dict[str, type[Reference]] = {"next": Next, "previous": Previous, "trail": Trail}
+Named = Literal["next", "previous", "trail"]
+
+
+def as_reference(reference: Named | HeldOutLoss | Reference) -> Reference:
+    """A reference by its short name, a held-out loss as one, or the reference itself."""
+    if isinstance(reference, Reference):
+        return reference
+    if callable(reference):
+        return HeldOut(reference)
+    if reference not in _NAMED:
+        raise UsageError(
+            f"reference={reference!r}: allowed are {', '.join(map(repr, _NAMED))}, a function that returns a held-out loss, and an "
+            "inloop.references.Reference."
+        )
+    return _NAMED[reference]()

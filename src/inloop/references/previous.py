@@ -1,0 +1,51 @@
+"""The step before as the reference."""
+
+from typing import Any
+
+from torch import nn
+
+from inloop.alignment import Direction
+from inloop.distributed import is_sharded
+from inloop.errors import UsageError
+from inloop.references.reference import Reference
+from inloop.rewards import Reward
+from inloop.step import Judge, Step
+
+
+class Previous(Reference):
+    """Step t is judged by the gradient of step t-1: known before the step, and a weaker judge."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._before: Judge | None = None
+
+    def begin(self, model: nn.Module, reward: Reward) -> None:
+        if not reward.needs_tape:
+            raise UsageError(
+                f"reference='previous' is a gradient, of which {type(reward).__name__} makes no use. Fix: use reference='next', or reward='gar'."
+            )
+        self._before = None
+
+    def drop(self) -> None:
+        """Forget the gradient of the step before, too: after a step that is dropped it would be of the one before that."""
+        super().drop()
+        self._before = None
+
+    def known_direction(self) -> Direction | None:
+        return None if self._before is None else self._before.direction
+
+    def match(self, current: Step, now: Judge) -> tuple[Step | None, Judge]:
+        before, self._before = self._before, now.detached()
+        return (None, now) if before is None or current.plain else (current, before)
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._before is None or any(is_sharded(value) for value in self._before.direction.values()):
+            self._before = (
+                None  # sharded, it would be a gradient of the whole model; the next step goes unrewarded, here, too
+            )
+            return {"previous": None}
+        before = self._before
+        return {"previous": {"direction": dict(before.direction), "loss": before.loss, "scale": before.scale}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._before = None if state["previous"] is None else Judge(**state["previous"])

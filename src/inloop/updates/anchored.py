@@ -1,0 +1,171 @@
+"""An update rule that is anchored at a prior and moves on evidence.
+
+The policy's parameters φ are logits, and φ_0, those that it begins with, are its prior. For every parameter j the rule estimates the advantage
+a_j of what raising φ_j makes likelier, from the score functions s_i = ∂log p(a_i; φ)/∂φ_j of all examples so far and their normalised
+rewards w_i (mean 0 and deviation 1 within a step):
+
+    a_j = X_j / Y_j,    X_j = sum_i w_i s_i,    Y_j = sum_i s_i²,    se_j = sqrt(max(V_j, Y_j)) / Y_j
+
+For a softmax this is the mean reward of choice j minus that of the others. V_j is the variance of X_j over steps; examples of one
+step share a judge, so steps are the unit. Y_j, the variance if they did not, is a lower bound, which matters at the first steps. Then
+
+    φ_j = φ_0j + clip(S(a_j) / temperature),    S(a) = sign(a) max(0, |a| - caution se)
+
+so a choice that is not certain to be better or worse stays at its prior, however long it wanders. The clip keeps e^-3 of the prior's odds
+for a choice that is dropped, so that it is seen if it becomes good, and lets none have more than twice its odds. Evidence is forgotten by
+evidence: beyond ``memory`` examples, what is new takes the place of what is old. A choice that is seldom drawn forgets slowly.
+
+Where a reward of zero means "no effect" (``Reference.zero_is_neutral``), a choice must be worse than nothing *and* worse than the others: S is
+then the smaller of the two effects, the other one being the mean reward of choice j itself, in standard deviations; nothing is raised.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inloop.errors import UsageError
+from inloop.policies import Policy
+from inloop.rewards import Reward
+from inloop.step import Draw
+from inloop.updates.reinforce import normalise, trainable
+from inloop.updates.update import Update
+
+LOWEST, HIGHEST = -3.0, math.log(2)  # of φ - φ_0
+LEAST_STEPS = 10  # with evidence of fewer, a parameter stays
+EVERY = 10  # rewarded steps between two changes of the policy
+
+
+class Evidence:
+    """A ratio of two sums over examples, ``X / Y``, for each of J parameters, with its standard error over steps.
+
+    Args:
+        memory: The number of examples, by the sum of their squared weights, beyond which the old make room for the new.
+    """
+
+    def __init__(self, num_parameters: int, memory: float) -> None:
+        self._memory = memory
+        # sums over steps of X, Y, X², X Y, Y², and of the squared weights of all examples
+        self.sums = torch.zeros(6, num_parameters, dtype=torch.float64)
+
+    def add(self, x_J: Tensor, y_J: Tensor, squares_J: Tensor) -> None:
+        """One step."""
+        self.sums += torch.stack([x_J, y_J, x_J**2, x_J * y_J, y_J**2, squares_J])
+        self.sums *= (self._memory / self.sums[5].clamp_min(1e-12)).clamp_max(1.0)
+
+    def estimate(self) -> tuple[Tensor, Tensor]:
+        """The ratio and its standard error, [J] each; the error is infinite without enough evidence."""
+        x, y, xx, xy, yy, squares = self.sums
+        ratio = x / y.clamp_min(1e-12)
+        steps = y**2 / yy.clamp_min(1e-12)
+        variance = (xx - 2 * ratio * xy + ratio**2 * yy).clamp_min(0) * steps / (steps - 1).clamp_min(1e-12)
+        error = torch.maximum(variance, squares).sqrt() / y.clamp_min(1e-12)
+        return ratio, torch.where(steps >= LEAST_STEPS, error, torch.inf)
+
+    def certain(self, caution: float) -> Tensor:
+        """S: the part of the ratio that lies beyond ``caution`` standard errors."""
+        ratio, error = self.estimate()
+        return ratio.sign() * (ratio.abs() - caution * error).clamp_min(0)
+
+
+class Anchored(Update):
+    """Moves each parameter away from its prior as far as the evidence for its advantage goes.
+
+    Args:
+        temperature: The advantage, in standard deviations of a step's rewards, that changes a choice's odds by a factor of e.
+        caution: How many standard errors of an advantage are held against it.
+        memory: The number of examples that evidence is remembered for.
+    """
+
+    def __init__(self, temperature: float = 0.03, caution: float = 3.0, memory: float = 4000.0) -> None:
+        super().__init__()
+        given = {"temperature": temperature, "caution": caution, "memory": memory}
+        for name, value in given.items():
+            if not value > 0:
+                raise UsageError(f"{name}={value}: allowed are numbers above 0.")
+        self.temperature, self.caution, self.memory = temperature, caution, memory
+
+    def begin(self, policy: Policy, reward: Reward) -> None:
+        self._parameters = trainable(policy)
+        if not self._parameters:
+            raise UsageError(
+                f"The policy, a {type(policy).__name__}, has no parameters to learn. Fix: give one that has, or update=False to watch only."
+            )
+        if reward.normalisation == "none":
+            raise UsageError(
+                f"Anchored compares the examples of a step, and {type(reward).__name__} is not made for that. Fix: use reward='gar', or "
+                "update=inloop.Reinforce()."
+            )
+        self._prior = torch.cat([p.detach().flatten().double() for p in self._parameters])
+        self._against_others = Evidence(len(self._prior), self.memory)
+        self._against_nothing = Evidence(len(self._prior), self.memory)
+        self._num_steps = 0
+
+    @torch.no_grad()
+    def add(self, draws: Sequence[Draw], rewards_N: Tensor) -> bool:
+        rewards_N = rewards_N.detach().to("cpu", torch.float64)
+        weights_N = normalise(rewards_N)
+        if not bool(weights_N.any()):
+            return False
+        scores_NJ = torch.cat([scores(draw) for draw in draws])
+        squares_J = scores_NJ.square().sum(dim=0)
+        self._against_others.add(weights_N @ scores_NJ, squares_J, squares_J)
+        raised_NJ = scores_NJ.clamp_min(0)  # of the examples that raising φ_j makes likelier
+        gained_J = rewards_N / rewards_N.std() @ raised_NJ
+        self._against_nothing.add(gained_J, raised_NJ.sum(dim=0), raised_NJ.square().sum(dim=0))
+        self._num_steps += 1
+        if self._num_steps % EVERY:
+            return False
+        self._move()
+        return True
+
+    def _move(self) -> None:
+        effect = self._against_others.certain(self.caution)
+        if self.reference.zero_is_neutral:
+            effect = torch.maximum(effect, self._against_nothing.certain(self.caution)).clamp_max(0)
+        values = self._prior + (effect / self.temperature).clamp(LOWEST, HIGHEST)
+        start = 0
+        for parameter in self._parameters:
+            parameter.copy_(values[start : start + parameter.numel()].view_as(parameter))
+            start += parameter.numel()
+        self.version += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {
+            "prior": self._prior.clone(),
+            "against_others": self._against_others.sums.clone(),
+            "against_nothing": self._against_nothing.sums.clone(),
+            "num_steps": self._num_steps,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["prior"].shape != self._prior.shape:
+            raise UsageError(
+                f"The state is of a policy with {len(state['prior'])} parameters; this one has {len(self._prior)}."
+            )
+        super().load_state_dict(state)
+        self._prior = state["prior"].clone()
+        self._against_others.sums = state["against_others"].clone()
+        self._against_nothing.sums = state["against_nothing"].clone()
+        self._num_steps = state["num_steps"]
+
+
+def scores(draw: Draw) -> Tensor:
+    """``∂log p(a_i; φ)/∂φ_j`` for the rewarded examples of a draw, [N, J], at the parameters that drew them."""
+    parameters = trainable(draw.policy)
+    with torch.enable_grad():
+        log_prob_N = draw.policy.log_prob(draw.rewarded)
+    n = len(log_prob_N)
+    if n == 0:
+        return torch.zeros(0, sum(p.numel() for p in parameters), dtype=torch.float64)
+    each = torch.eye(n, dtype=log_prob_N.dtype)
+    gradients = torch.autograd.grad(log_prob_N, parameters, each, is_grads_batched=True, allow_unused=True)
+    return torch.cat(
+        [
+            torch.zeros(n, p.numel(), dtype=torch.float64) if g is None else g.reshape(n, -1).double()
+            for p, g in zip(parameters, gradients, strict=True)
+        ],
+        dim=1,
+    )
