@@ -22,7 +22,7 @@ def execute(**switches):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(
     ("switches", "named"),
-    [({}, "called bad: [0]"), ({"NETWORK": "fc", "NOISE": "none", "EPOCHS": 8}, "called bad: []")],
+    [({}, "flagged: [0]"), ({"NETWORK": "fc", "NOISE": "none", "EPOCHS": 8}, "flagged: []")],
     ids=str,
 )
 def test_the_notebook(switches, named):

@@ -63,7 +63,6 @@ def train(problem: Problem, arm: str, seed: int) -> dict:
     model = problem.make_model()
     optimizer = problem.make_optimizer(model)
     mixture, policy = inloop.Mixture(problem.sources), make_policy(arm, len(problem.sources))
-    statistics = inloop.RewardStatistics(len(problem.sources))
     share = max(1, problem.batch // len(problem.sources))
 
     def held_out_loss() -> Tensor:
@@ -74,9 +73,7 @@ def train(problem: Problem, arm: str, seed: int) -> dict:
         return loss_of(model, x, y)
 
     reference = held_out_loss if "held-out" in arm else "next"
-    learner = inloop.InLoop(
-        model, policy, reference=reference, callback=statistics, update=False if arm == "uniform" else None
-    )
+    learner = inloop.InLoop(model, policy, reference=reference, update=False if arm == "uniform" else None)
     for _ in range(problem.steps):
         x, y = mixture.draw(learner.sample(problem.batch))
         loss = loss_of(model, x, y)
@@ -91,8 +88,8 @@ def train(problem: Problem, arm: str, seed: int) -> dict:
         right = [float((model(x).argmax(dim=-1) == y).float().mean()) for x, y in problem.held_out]
     return {
         "shares": policy.probabilities().tolist(),
-        "named": statistics.bad_sources(),
-        "advantages": [verdict.advantage for verdict in statistics.verdicts()],
+        "named": learner.statistics.flagged(),
+        "advantages": [verdict.advantage for verdict in learner.statistics.verdicts()],
         "held_out_loss": losses,
         "held_out_accuracy": right,
     }

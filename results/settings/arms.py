@@ -105,7 +105,6 @@ def run(setting: str, arm: str, seed: int, final: bool) -> dict[str, Any]:
     optimizer = problem.make_optimizer(model)
     mixture = inloop.Mixture(list(problem.sources), generator=torch.Generator().manual_seed(seed + 1000))
     policy = make_policy(problem, arm)
-    statistics = inloop.RewardStatistics(len(problem.sources))
     generator = torch.Generator().manual_seed(seed + 2000)
     learner = None
     if arm in ARMS:
@@ -122,7 +121,6 @@ def run(setting: str, arm: str, seed: int, final: bool) -> dict[str, Any]:
             reference=reference,
             update=chosen.make_update(),
             generator=generator,
-            callback=statistics,
         )
     looks = []
     loss_K = torch.full(
@@ -142,7 +140,7 @@ def run(setting: str, arm: str, seed: int, final: bool) -> dict[str, Any]:
         optimizer.zero_grad()
         shares += policy.probabilities().double() / problem.steps
         if learner is not None and step % LOOK_EVERY == 0:
-            looks.append([*statistics.advantages()[:2], loss_K.clone(), policy.probabilities()])
+            looks.append([*learner.statistics.advantages.estimate()[:2], loss_K.clone(), policy.probabilities()])
     if learner is not None:
         learner.close()
     scores = {name: evaluate(model, examples) for name, examples in problem.tests.items()}

@@ -35,6 +35,6 @@ from inloop.records import Records as Records
 from inloop.updates import Reinforce as Reinforce
 
 # which source is bad
-from inloop.verdict import RewardStatistics as RewardStatistics
+from inloop.verdicts import SourceStatistics as SourceStatistics
 
 __version__ = "0.1.0"

@@ -1,16 +1,16 @@
-"""What a step of an optimizer did with a gradient: the derivative of the update, by optimizer.
+"""How an optimizer's step depends on the gradient: the derivative of the update, by optimizer.
 
-An example's weight in step t changes the gradient g_t, the gradient changes the update, and the update changes the reference loss:
+An example's weight in step t changes the gradient g_t, that changes the update, and that changes the reference loss:
 
     r_i = <∇l_i(θ_t), Pᵀ g_ref>          P = -∂(θ_{t+1} - θ_t) / ∂g_t
 
-For SGD P is the learning rate times the factor of the momentum. For optimizers that divide by a second moment v it is diagonal,
+For SGD, P is the learning rate times the momentum's factor. For optimizers with a second moment v it is diagonal,
 
     u = N / D,      P = lr (N' / D - N D' / D²)          N: numerator, D = √v̂ + ε, both functions of g_t
 
-The second term is the second moment's own dependence on g_t. It is small after some steps (v̂ averages over 1 / (1 - β2) of them) and is left
-out by default ("fixed"), which needs no memory. With "moving" it counts: a copy of the step's gradients is kept for it. Weight decay does not
-depend on g_t. Clipping by a global norm multiplies g_t by a number; with that number held fixed it is one more factor that all examples share.
+The second term is the second moment's own dependence on g_t, small after some steps (v̂ averages over 1 / (1 - β2)).
+"fixed", the default, leaves it out and needs no memory; "moving" includes it and keeps a copy of the step's gradients.
+Weight decay does not depend on g_t. Clipping by a global norm is a factor that all examples share, if held fixed.
 """
 
 import inspect
@@ -41,11 +41,11 @@ _REGISTERED: dict[type[Optimizer], Derivative] = {}
 
 
 def register_derivative(optimizer: type[Optimizer]) -> Callable[[Derivative], Derivative]:
-    """Say how the update of an optimizer depends on the gradient, for ``InLoop(optimizer=)``.
+    """Register how the update of an optimizer depends on the gradient, for ``InLoop(optimizer=)``.
 
-    The function is given a direction (a gradient of the reference loss by one parameter), the state that the optimizer has for that parameter
-    after its step, and the settings of its group in that step. It returns ``Pᵀ direction``, in the direction's shape. A factor that is
-    the same for all parameters may be left out.
+    The function receives a direction (a gradient of the reference loss by one parameter), the optimizer's state for
+    that parameter after its step, and the settings of its group in that step. It returns ``Pᵀ direction``, in the
+    direction's shape. It may leave out a factor that is the same for all parameters.
 
     Example:
         >>> class SignDescent(torch.optim.SGD):
@@ -63,12 +63,11 @@ def register_derivative(optimizer: type[Optimizer]) -> Callable[[Derivative], De
 
 
 class StepDerivative:
-    """``Pᵀ g`` for the last step of one or several optimizers, by the names of a model's parameters.
+    """Computes ``Pᵀ g`` for the last step of one or several optimizers, by the names of a model's parameters.
 
     Args:
         optimizers: Together they hold every trainable parameter of the model.
         second_moment: "fixed" or "moving"; see the module.
-
     """
 
     def __init__(
@@ -87,10 +86,10 @@ class StepDerivative:
         _refuse_other_parameters(self._parameters, self.optimizers)
         self._steps = [0] * len(self.optimizers)
         self.mark()
-        # By the identity of a parameter: the number of its optimizer, and the settings of its group in the last step.
+        # By the id of a parameter: the number of its optimizer, and the settings of its group in the last step.
         self._settings: dict[int, tuple[int, dict[str, Any]]] = {}
         self._gradients: dict[int, Tensor] = {}  # as the optimizers saw them
-        self._is_new: set[int] = set()  # parameters that the last step was the first of
+        self._is_new: set[int] = set()  # parameters whose last step was their first
         handles = []
         for number, optimizer in enumerate(self.optimizers):
             handles.append(optimizer.register_step_pre_hook(_Tell(self, number, StepDerivative._before)))
@@ -98,21 +97,21 @@ class StepDerivative:
         self.remove = weakref.finalize(self, _remove, handles)
 
     def mark(self) -> None:
-        """The steps from here on are those that :meth:`of_last_step` is about."""
+        """Make :meth:`of_last_step` count the steps from here on."""
         self._marked = list(self._steps)
 
     @property
     def has_stepped(self) -> bool:
-        """Whether an optimizer has done a step since the last mark."""
+        """Whether an optimizer has stepped since the last mark."""
         return self._steps != self._marked
 
     def of_last_step(self, name: str, direction: Tensor) -> Tensor | None:
-        """``Pᵀ direction`` for one parameter and the step since the last mark; None if its optimizer did not step."""
+        """Return ``Pᵀ direction`` for a parameter and the step since the last mark; None if there was no step."""
         number, _ = self._settings_of(self._parameters[name])
         return None if self._steps[number] == self._marked[number] else self.of_next_step(name, direction)
 
     def of_next_step(self, name: str, direction: Tensor) -> Tensor | None:
-        """``Pᵀ direction`` as the optimizer is now; the direction itself before its first step."""
+        """Return ``Pᵀ direction`` for the optimizer as it is now; the direction itself before its first step."""
         parameter = self._parameters[name]
         number, group = self._settings_of(parameter)
         if not self._steps[number] and not self.optimizers[number].state:
@@ -137,7 +136,7 @@ class StepDerivative:
             self._settings.update({id(parameter): (number, settings) for parameter in group["params"]})
 
     def _before(self, number: int) -> None:
-        """Keep what the step will change and the derivative needs."""
+        """Keep the values that the step will change and the derivative needs."""
         optimizer = self.optimizers[number]
         for group in optimizer.param_groups:
             if group.get("dampening"):
@@ -147,7 +146,7 @@ class StepDerivative:
                 self._gradients.update({id(p): g for p in group["params"] if (g := _as_seen(p, group)) is not None})
 
     def _after(self, number: int) -> None:
-        """Schedulers change the settings after the step: keep those of the step."""
+        """Keep the settings of the step: schedulers change them afterwards."""
         self._steps[number] += 1
         self._keep_settings(number)
 
@@ -160,14 +159,14 @@ class StepDerivative:
 
 
 def as_derivative(model: nn.Module, optimizer: object) -> StepDerivative | None:
-    """What ``InLoop(optimizer=)`` stands for; None without one."""
+    """Return the derivative for ``InLoop(optimizer=)``; None without an optimizer."""
     if optimizer is None or optimizer is False:
         return None
     return optimizer if isinstance(optimizer, StepDerivative) else StepDerivative(model, optimizer)
 
 
 class _Tell:
-    """A hook that knows its owner only weakly, and is nobody's in a copy."""
+    """A hook that refers to its owner weakly; in a copy it does nothing."""
 
     def __init__(self, owner: StepDerivative, number: int, call: Callable[[StepDerivative, int], None]) -> None:
         self._owner, self._number, self._call = weakref.ref(owner), number, call
@@ -191,7 +190,7 @@ def _remove(handles: list[Any]) -> None:
 
 
 def _as_seen(parameter: Tensor, group: Group) -> Tensor | None:
-    """The gradient as the rule uses it: with its sign, and with weight decay where that is added to it."""
+    """Return the gradient as the update uses it: with its sign, and with weight decay where the update adds it."""
     if parameter.grad is None:
         return None
     gradient = parameter.grad.detach().clone()
@@ -202,7 +201,7 @@ def _as_seen(parameter: Tensor, group: Group) -> Tensor | None:
 
 
 def _unwrapped(optimizer: object) -> Optimizer:
-    """The optimizer in a wrapper or a scheduler, which have it as ``.optimizer``."""
+    """Return the optimizer in a wrapper or a scheduler, which have it as ``.optimizer``."""
     inner = optimizer
     while (deeper := getattr(inner, "optimizer", None)) is not None and deeper is not inner:
         inner = deeper
@@ -214,7 +213,7 @@ def _unwrapped(optimizer: object) -> Optimizer:
 
 
 def _derivative_of(optimizer: Optimizer) -> Derivative:
-    """Of the class that defines ``step``: a subclass with a step of its own is another optimizer."""
+    """Return the derivative of the class that defines ``step``: a subclass with its own step is another optimizer."""
     step = inspect.unwrap(type(optimizer).step)
     for known, derivative in _REGISTERED.items():
         if isinstance(optimizer, known) and inspect.unwrap(known.step) is step:
@@ -247,7 +246,7 @@ def _refuse_other_parameters(parameters: Mapping[str, Tensor], optimizers: Seque
 def _diagonal(
     *optimizers: type[Optimizer],
 ) -> Callable[[Callable[[State, Group], Tensor | float | None]], Callable[[State, Group], Tensor | float | None]]:
-    """Register a function that gives the diagonal of P for ``maximize=False`` (None: the parameter was never stepped)."""
+    """Register a function that returns the diagonal of P for ``maximize=False`` (None: the parameter never stepped)."""
 
     def register(
         diagonal: Callable[[State, Group], Tensor | float | None],
@@ -266,13 +265,13 @@ def _diagonal(
 
 
 def _count(state: State) -> Any:
-    """The number of steps; a tensor if reading it would make a device wait."""
+    """Return the number of steps; a tensor if reading it would make a device wait."""
     step = state["step"]
     return step if isinstance(step, Tensor) and step.device.type != "cpu" else float(step)
 
 
 def _slope_of_root(gradient: Tensor, root: Tensor, factor: Any) -> Tensor:
-    """The derivative of √(c + factor g²) by g: zero where the root is."""
+    """Return the derivative of √(c + factor g²) by g; zero where the root is zero."""
     slope: Tensor = factor * gradient / root.clamp_min(torch.finfo(root.dtype).tiny)
     return slope
 
@@ -349,7 +348,7 @@ def _adamax(state: State, group: Group) -> Tensor | None:
     (beta1, _), g, largest = group["betas"], state["gradient"], state["exp_inf"]
     factor = (1 - beta1) / largest
     if g is not None:
-        slope = torch.where(g.abs() + group["eps"] >= largest, g.sign(), 0.0)  # the largest so far is this one
+        slope = torch.where(g.abs() + group["eps"] >= largest, g.sign(), 0.0)  # g is the largest so far
         factor = factor - state["exp_avg"] * slope / largest.square()
     return cast(Tensor, group["lr"] / (1 - beta1 ** _count(state)) * factor)
 

@@ -75,6 +75,11 @@ class Sampler:
             )
         return list(self.waiting)
 
+    def loss_weight(self) -> float:
+        """The factor for the mean loss of the last draw's examples, if processes have different numbers of them."""
+        draw = self.waiting[-1] if self.waiting else None
+        return 1.0 if draw is None or not draw.num_everyone else world_size() * draw.num_examples / draw.num_everyone
+
     def state_dict(self) -> dict[str, Any]:
         return {"generator": self.generator.get_state(), "draws": [draw.state_dict() for draw in self.waiting]}
 

@@ -174,7 +174,7 @@ def test_half_precision_and_frozen_parameters():
             for p in model[1].parameters():
                 p -= 0.1
         model.zero_grad()
-    averages = learner.state_dict()["reference"]["averages"]
+    averages = learner.state_dict()["judging"]["reference"]["averages"]
     assert set(averages) == {"1.weight", "1.bias"}
     assert {value.dtype for value in averages.values()} == {torch.float32}
     assert 0 < float((averages["1.bias"] - model[1].bias.detach().float()).mean()) < 0.31

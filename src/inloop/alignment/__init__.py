@@ -1,7 +1,7 @@
-"""Exact per-example gradient alignment for any model: record a step, then dot every example's gradient with a direction.
+"""Exact per-example gradient alignment for any model: record a step, then dot each example's gradient with a direction.
 
-``recorder`` (hooks) -> ``tape`` (recorded layer calls) -> ``rules`` and ``black_box`` (one formula) -> rewards. Of the rest of the
-library it needs ``errors`` and ``distributed`` only.
+``recorder`` (hooks) -> ``tape`` (recorded layer calls) -> ``rules`` and ``black_box`` (one formula) -> rewards. From
+the rest of the library this package imports only ``errors`` and ``distributed``.
 """
 
 from inloop.alignment import layers as _layers  # noqa: F401  registers torch's layers

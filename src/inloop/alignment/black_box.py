@@ -1,14 +1,14 @@
-"""The exact fallback, for any module that no rule covers: LSTM, MultiheadAttention, a user's own.
+"""The exact fallback for any module without a rule: LSTM, MultiheadAttention, a user's own.
 
-The module and everything below it is run again as one function f at the parameters, buffers and random state of
-step t. Give every example a weight, w_i = 1. The module then receives the gradient ``J^T (w ⊙ dout)``, linear in w, and its dot
-product with the direction has the contributions as its derivative:
+It runs the module and everything below it again as one function f, at the parameters, buffers and random state of step
+t. Give every example a weight, w_i = 1. The parameters then receive the gradient ``J^T (w ⊙ dout)``, linear in w. The
+contributions are the derivative of its dot product with the direction:
 
     c_i = d/dw_i <J^T (w ⊙ dout), g> = <dout_i, (J g)_i>
 
-It uses reverse mode only, since that is what defined the module's gradient in training: forward mode would see
-through ``torch.no_grad`` and past the backward of a custom function. Cost: about one forward and two backward passes
-of the module. Where an operation has no second derivative, one backward pass for each example gives the same numbers.
+It uses reverse mode only, which defined the module's gradient in training: forward mode would see through
+``torch.no_grad`` and past the backward of a custom function. The cost is about one forward and two backward passes of
+the module. If an operation has no second derivative, one backward pass per example gives the same numbers.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -27,14 +27,14 @@ from inloop.errors import UnsupportedLayerError
 
 @dataclass(frozen=True, slots=True)
 class BeforeCall:
-    """The state of a module before its forward pass: a twin with its parameters and buffers, random state, input versions."""
+    """A module's state before its forward pass: a twin (parameters, buffers), the random state, the input versions."""
 
     layer: nn.Module
     random_state: Mapping[str, Tensor]
     versions: tuple[int, ...]
 
     def drawn_from(self) -> Mapping[str, Tensor]:
-        """The random state, if the forward pass has drawn random numbers since; else nothing."""
+        """Return the random state if the forward pass has drawn random numbers since, else an empty dict."""
         now = random_state(torch.device(list(self.random_state)[-1]))
         same = all(torch.equal(state, now[name]) for name, state in self.random_state.items())
         return {} if same else self.random_state
@@ -42,11 +42,11 @@ class BeforeCall:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class RunAgain(Recorded):
-    """A call that is run again with all that it had in step t. Its output must be the same.
+    """A call that can run again with everything it had in step t. Its output must then be the same.
 
     Attributes:
-        random_state: The random state before the call, by device, if it drew random numbers.
-        fingerprints: Of each output, to see that running again gives the same.
+        random_state: The random state before the call, by device, if the call drew random numbers.
+        fingerprints: One of each output, to check that running again gives the same output.
     """
 
     random_state: Mapping[str, Tensor]
@@ -57,7 +57,7 @@ class RunAgain(Recorded):
         return True
 
     def map(self, pack: Callable[[Tensor], Any]) -> Kept:
-        """Itself: with rounded inputs the output would be another."""
+        """Return the call itself: rounded inputs would change the output."""
         return self
 
     def tensors(self) -> list[Tensor]:
@@ -65,14 +65,14 @@ class RunAgain(Recorded):
 
     @contextmanager
     def randomness(self) -> Iterator[None]:
-        """The random numbers of step t inside the block, and those of now after it."""
+        """Use the random state of step t inside the block; restore the present one after it."""
         devices = [torch.device(name) for name in self.random_state if name != "cpu"]
         with torch.random.fork_rng(devices=devices, device_type=devices[0].type if devices else "cuda"):
             restore_random_state(self.random_state)
             yield
 
     def checked(self, outputs: list[Tensor]) -> list[Tensor]:
-        """The outputs of running again, if they are those of step t."""
+        """Return the outputs of running again; raise if they differ from those of step t."""
         inexact = [out.dtype for out in outputs if out.is_floating_point() or out.is_complex()]
         coarsest = max(inexact, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
         same = len(outputs) == len(self.fingerprints) and all(
@@ -89,7 +89,7 @@ class RunAgain(Recorded):
         return outputs
 
     def refuse_parameters_of_others(self, outside: list[Tensor]) -> None:
-        """Raise if running again has used parameters that are not the twin's: their part in the gradients would be missed."""
+        """Raise if running again used parameters outside the twin: their part of the gradients would be missing."""
         if outside:
             raise UnsupportedLayerError(
                 f"'{self.name}' ({type(self.layer).__name__}) uses parameters, the first of shape {tuple(outside[0].shape)}, that are not its own: "
@@ -99,16 +99,16 @@ class RunAgain(Recorded):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class BlackBoxCall(RunAgain):
-    """A call of a module without a rule, kept as all that it takes to run it again as one function."""
+    """A call of a module without a rule, with everything needed to run it again as one function."""
 
     @property
     def kind(self) -> str:  # type: ignore[override]
         return f"{type(self.layer).__name__}, run again"
 
     def align(self, direction: Mapping[str, Tensor | None], magnitudes: bool = False) -> Tensor:
-        """See the module docstring. Magnitudes within an example are not known; those of the examples serve for them."""
+        """Align; see the module docstring. Magnitudes within an example are unknown; the contributions serve."""
         self.refuse_overwritten()
-        # Kernels that can be differentiated twice.
+        # These kernels can be differentiated twice.
         kernels = sdpa_kernel(SDPBackend.MATH), torch.backends.cudnn.flags(enabled=False)
         with kernels[0], kernels[1], self.randomness(), torch.enable_grad():
             parameters = {
@@ -130,7 +130,7 @@ class BlackBoxCall(RunAgain):
 
 
 def fingerprint(out: Tensor) -> Tensor:
-    """Two numbers a row that tell one output from another: the sum and the sum of magnitudes, [2, rows]."""
+    """Return two numbers per row that tell outputs apart: the sum and the sum of magnitudes, [2, rows]."""
     real = torch.view_as_real(out.detach().resolve_conj()) if out.is_complex() else out.detach()
     values = real if real.is_floating_point() else real.double()
     values = values.reshape(len(out) if out.dim() else 1, -1) if out.numel() else values.new_zeros(1, 1)
@@ -154,7 +154,7 @@ def _derivative_by_example_weight(
     if not alignment.requires_grad:
         return None
     (contributions_N,) = torch.autograd.grad(alignment, weights_N, retain_graph=True)
-    # Linear in w, so the parts must add up; a backward that hides part of itself from autograd fails this.
+    # The parts must add up, since all is linear in w. A backward that hides part of itself from autograd fails this.
     share = min(1e3 * torch.finfo(call.dout.dtype).eps, 0.1)
     parts = contributions_N.double()
     return contributions_N if (parts.sum() - alignment).abs() <= share * parts.abs().sum() else None
@@ -178,7 +178,7 @@ def _dot(gradients: tuple[Tensor | None, ...], directions: list[Tensor]) -> Tens
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
-    """The state of the generators that a module on ``device`` may draw from."""
+    """Return the state of the generators that a module on ``device`` may draw from."""
     state = {"cpu": torch.get_rng_state()}
     if device.type != "cpu":
         state[str(device)] = torch.get_device_module(device).get_rng_state(device)
@@ -194,9 +194,10 @@ def restore_random_state(state: Mapping[str, Tensor]) -> None:
 
 
 def graph_of(output: Tensor) -> tuple[set[int], list[Tensor], bool]:
-    """The leaves that a gradient of ``output`` goes to, those of them that belong to no copy, and whether it takes a whole backward pass.
+    """Return the ids of the leaves below ``output``, the ``nn.Parameter`` ones, and whether a checkpoint is reentrant.
 
-    Leaves are compared by identity. A reentrant checkpoint takes one: its own graph is not a part of this one.
+    Copies are plain tensors, so an ``nn.Parameter`` belongs to no twin. A reentrant checkpoint has its own graph, so it
+    takes a whole backward pass.
     """
     leaves, outside, is_reentrant = set(), list[Tensor](), False
     seen, waiting = set(), [output.grad_fn]

@@ -1,9 +1,9 @@
-"""One recorded call of a layer, ``out = f(x; θ_t)``, with the gradient that came back for ``out``.
+"""One recorded call of a layer, ``out = f(x; θ_t)``, with the gradient of ``out``.
 
-It can run the layer again later, with any other parameters, exactly as in step t, on a *twin*: a copy that nothing reaches the
-original from. ``torch.func.functional_call`` on the user's own layer is not enough: it fires the user's hooks, moves BatchNorm's
-running statistics, and with sharded layers silently computes with the real weights.
-Axes: N examples; ``...`` whatever else the output has.
+The call can run the layer again later, with any parameters, exactly as in step t. It runs a *twin*: a copy that cannot
+change the original. ``torch.func.functional_call`` on the user's own layer is not enough: it fires the user's hooks,
+moves BatchNorm's running statistics, and with sharded layers silently computes with the real weights.
+Axes: N examples; ``...`` any further axes of the output.
 """
 
 from collections import OrderedDict
@@ -36,7 +36,7 @@ class Layout:
 
     Attributes:
         folded: Whether each example has several rows on that axis.
-        positions_first: Of a folded axis, whether its rows are ordered by position, and then by example.
+        positions_first: For a folded axis, whether rows are ordered by position first, then by example.
     """
 
     axis: int = 0
@@ -44,7 +44,7 @@ class Layout:
     positions_first: bool = False
 
     def example_of_row(self, output: Tensor, num_examples: int | None) -> Tensor | None:
-        """The example that each row belongs to; None if every row is an example."""
+        """Return the example of each row; None if every row is an example."""
         if not self.folded or not num_examples or output.shape[self.axis] // num_examples <= 1:
             return None
         rows = torch.arange(output.shape[self.axis], device=output.device)
@@ -53,13 +53,13 @@ class Layout:
 
 PLAIN = Layout()
 
-# By the name of the module and the index of the output, or by the key of an operation.
+# The key is the module's name and the output's index, or the key of an operation.
 Layouts = Mapping[tuple[str, int], Layout]
 
 
 @dataclass(frozen=True, slots=True)
 class Autocast:
-    """The mixed-precision state of one moment, to be entered again later."""
+    """The mixed-precision state of one moment, to enter again later."""
 
     device: str
     enabled: bool
@@ -77,14 +77,14 @@ class Autocast:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Recorded(Kept):
-    """A call with its input and, once the backward pass has been there, the gradient of one of its outputs.
+    """A call with its inputs and, after the backward pass, the gradient of one of its outputs.
 
     Attributes:
-        layer: A twin of the layer as it was in step t: flags, buffers and, where aligning reads them, parameters.
-        args, kwargs, dout: The inputs of the layer and the gradient of its output; a tensor may be packed.
+        layer: A twin of the layer in step t: flags, buffers and, if aligning reads them, parameters.
+        args, kwargs, dout: The layer's inputs and the gradient of its output; a tensor may be packed.
         batch_axis: The axis of ``dout`` that counts examples.
-        example_of_row: Where the axis has several rows for each example (packed or folded sequences), whose they are; else None.
-        taken_from: If only some of its examples are kept, how many there were.
+        example_of_row: The example of each row, if examples have several rows (packed or folded sequences); else None.
+        taken_from: The number of examples in the call, if only some are kept; else None.
         absolute: Add up magnitudes instead of values.
     """
 
@@ -104,11 +104,11 @@ class Recorded(Kept):
     absolute: bool = False
 
     def with_gradient(self, dout: Tensor) -> Any:
-        """The call, complete: its output has received this gradient."""
+        """Return the complete call, with the gradient that its output received."""
         return replace(self, dout=dout, versions=(*self.versions, dout._version))
 
     def placed(self, output_index: int, batch_axis: int, example_of_row: Tensor | None) -> Any:
-        """The call of one of its outputs, with the place of the examples in it."""
+        """Return the call of one output, with the place of the examples in it."""
         return replace(self, output_index=output_index, batch_axis=batch_axis, example_of_row=example_of_row)
 
     @property
@@ -135,7 +135,7 @@ class Recorded(Kept):
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        return torch.promote_types(self.dout.dtype.to_real(), torch.float32)  # sums do not fit into half precisions
+        return torch.promote_types(self.dout.dtype.to_real(), torch.float32)  # half precision cannot hold sums
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -145,12 +145,12 @@ class Recorded(Kept):
         return tensors_in((self.args, self.kwargs, self.dout))
 
     def shapes(self) -> "Recorded":
-        """The call without its values: its shapes, and the integers it was called with."""
+        """Return the call without its values: only shapes, and the integers among its args."""
         args = tree_map_only(Tensor, lambda t: t.to("meta") if t.is_floating_point() else t, self.args)
         return replace(self, args=args, kwargs={}, dout=self.dout.to("meta"))
 
     def weighted(self, weights_N: Tensor) -> Tensor:
-        """``dout`` with the rows of each example multiplied by its weight."""
+        """Return ``dout`` with the rows of each example multiplied by its weight."""
         weights = weights_N if self.example_of_row is None else weights_N[self.example_of_row]
         return (self.dout.movedim(self.batch_axis, -1) * weights).movedim(-1, self.batch_axis).to(self.dout.dtype)
 
@@ -159,12 +159,12 @@ class Recorded(Kept):
         twin = make_twin(self.layer, parameters)
         twin.__dict__.update(attributes)
         with self.autocast.again():
-            for hook in twin._forward_pre_hooks.values():  # only those that are part of the computation
+            for hook in twin._forward_pre_hooks.values():  # a twin has only hooks that are part of the computation
                 hook(twin, self.args)
             return twin.forward(*self.args, **self.kwargs)
 
     def refuse_overwritten(self) -> None:
-        """Raise if a tensor of the call was changed in place since."""
+        """Raise if a tensor of the call has changed in place since."""
         if versions_of((self.args, self.kwargs, self.dout)) != self.versions:
             raise OverwrittenTensorError(
                 f"A tensor recorded at layer '{self.name}' ({type(self.layer).__name__}) was changed in place before it was used. "
@@ -175,13 +175,13 @@ class Recorded(Kept):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class LayerCall(Recorded):
-    """A call of a layer that has a rule, kept as x and dout. A rule receives it."""
+    """A call of a layer with a rule, kept as x and dout. Rules receive it."""
 
     rule: "Rule"
 
     @property
     def consecutive_ids(self) -> int:
-        """How many, if a call of an embedding looks up consecutive rows, [L] and not [N, L]: what positions look like."""
+        """The number of ids if an embedding looks up consecutive rows, [L] and not [N, L], as for positions; else 0."""
         if not self.args:
             return 0
         ids = self.args[0]
@@ -195,7 +195,7 @@ class LayerCall(Recorded):
         return replace(self, args=args, kwargs=kwargs, dout=dout, versions=versions_of(tensors))
 
     def only(self, rows: Tensor, num_rows: int) -> "LayerCall":
-        """The call of some of its ``num_rows`` examples, before its gradient is there, if their rows can be taken out."""
+        """Return the call of the examples ``rows``, before its gradient arrives; itself if rows cannot be taken out."""
         if not self.rule.separable or self.example_of_row is not None or self.taken_from is not None:
             return self
 
@@ -226,10 +226,10 @@ class LayerCall(Recorded):
             return rows.new_zeros(self.num_examples).index_add_(0, self.example_of_row, rows)
 
     def _align_rows(self, direction: Mapping[str, Tensor]) -> Tensor:
-        """By the rule. If the call is large and can be divided, a few examples at a time.
+        """Align by the rule, a few examples at a time if the call is large and separable.
 
-        A small result is overwritten in the processor's cache by the next, where a large one is fetched as fresh memory: on a
-        CPU this is faster (a 3 x 3 convolution of 64 channels on 64 images of 32 x 32: by a third), and it needs less memory.
+        On a CPU this is faster (a 3 x 3 convolution of 64 channels on 64 images of 32 x 32: by a third) and needs less
+        memory. A small result overwrites the last one in the processor's cache; a large one needs fresh memory.
         """
         tensors = (self.args, self.kwargs, self.dout)
         leaves = [leaf for leaf in leaves_of(tensors) if isinstance(leaf, Tensor | Half)]
@@ -243,17 +243,17 @@ class LayerCall(Recorded):
         return self.rule.align(self._with(tree_map_only(Half, Half.full, tensors)), direction)
 
     def _rows(self, rows: slice) -> "LayerCall":
-        """The call of a few examples, unpacked."""
+        """Return the call of a few examples, unpacked."""
         tensors = (self.args, self.kwargs, self.dout)
         return self._with(tree_map_only((Tensor, Half), lambda tensor: full(tensor[rows]), tensors))
 
     def _align_scaled(self, direction: Mapping[str, Tensor]) -> Tensor:
-        """The same for a direction of any size: float16 would lose the small and overflow on the large."""
+        """Align with a direction of any size: float16 would lose small values and overflow on large ones."""
         scale = max((float(value.abs().max()) for value in direction.values() if value.numel()), default=0.0) or 1.0
         return scale * self._align_rows({name: value / scale for name, value in direction.items()})
 
     def dot(self, out: Tensor) -> Tensor:
-        """``<dout_i, out_i>`` for every example; half precisions are accumulated in float32."""
+        """Return ``<dout_i, out_i>`` for every example; half precision accumulates in float32."""
         dout = self.dout
         if not dout.dtype == out.dtype == torch.float32:
             dtype = torch.promote_types(torch.promote_types(dout.dtype, out.dtype), torch.float32)
@@ -264,7 +264,7 @@ class LayerCall(Recorded):
 
 
 def detached(tree: Any, copy: bool) -> Any:
-    """The same nest of arguments with every tensor cut from its graph (and cloned if ``copy``)."""
+    """Return the same nest of arguments with every tensor detached, and cloned if ``copy``."""
     if type(tree) is tuple and len(tree) == 1 and type(tree[0]) is Tensor:
         return (tree[0].detach().clone() if copy else tree[0].detach(),)
     return tree_map_only(Tensor, lambda t: t.detach().clone() if copy else t.detach(), tree)
@@ -285,7 +285,7 @@ HOOK_TABLES = (
 
 
 def original_type(module: nn.Module) -> type[nn.Module]:
-    """The module's class, or the one that it had before ``fully_shard``, which puts a class of its own before it."""
+    """Return the module's class before ``fully_shard``, which puts a class of its own in front."""
     kind = type(module)
     if not kind.__name__.startswith("FSDP"):
         return kind
@@ -296,14 +296,12 @@ def original_type(module: nn.Module) -> type[nn.Module]:
 def make_twin(module: nn.Module, parameters: Mapping[str, Tensor], copy_tensors: bool = False) -> nn.Module:
     """Copy ``module`` and its children, without their storage, and give the copy ``parameters``.
 
-    The twin has its own parameter table, cloned buffers and no hooks but those that are part of the computation (weight_norm,
-    pruning). Where attributes of a module refer to its parts (a list of children, a bound method), those of the twin refer to
-    the twin's.
+    The twin has its own parameter table, cloned buffers, and only hooks that are part of the computation (weight_norm,
+    pruning). Attributes that refer to parts of the module (a list of children, a bound method) refer to twins instead.
 
     Args:
-        parameters: One tensor for each parameter below ``module``, by its name relative to it. Aliases of a tied parameter have
-            an entry each.
-        copy_tensors: Copy tensors that are plain attributes, too: a forward may write into them.
+        parameters: A tensor for each parameter below ``module`` by its relative name, also for aliases of a tied one.
+        copy_tensors: Also copy tensors that are plain attributes: a forward may write into them.
     """
     twins: dict[int, Any] = {}
     twin = _copy_module(module, parameters, "", twins)
@@ -317,21 +315,21 @@ def make_twin(module: nn.Module, parameters: Mapping[str, Tensor], copy_tensors:
 
 
 class _Uncompiled(nn.Module):
-    """Stands for a module from ``torch.compile``, with the parameters under the same names."""
+    """Replaces a module from ``torch.compile``, with the parameters under the same names."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._orig_mod(*args, **kwargs)  # type: ignore[operator]
 
 
 def _copy_module(module: nn.Module, parameters: Mapping[str, Tensor], prefix: str, twins: dict[int, Any]) -> nn.Module:
-    if isinstance(module, torch.jit.ScriptModule):  # has no state that could be exchanged
+    if isinstance(module, torch.jit.ScriptModule):  # its state cannot be exchanged
         return module
     twin: nn.Module = object.__new__(_Uncompiled if "_orig_mod" in module._modules else original_type(module))
     twins[id(module)] = twin
-    # Written through __dict__, since nn.Module.__setattr__ would insist on nn.Parameter.
+    # Write through __dict__: nn.Module.__setattr__ insists on nn.Parameter.
     state = twin.__dict__
     state.update(module.__dict__)
-    state.pop("_compiled_call_impl", None)  # would run the original
+    state.pop("_compiled_call_impl", None)  # it would run the original
     if type(twin) is _Uncompiled:
         state.pop("forward", None)
         state["training"] = module.training
@@ -350,13 +348,13 @@ def _copy_module(module: nn.Module, parameters: Mapping[str, Tensor], prefix: st
             name: None if child is None else _copy_module(child, parameters, f"{prefix}{name}.", twins)
             for name, child in module._modules.items()
         }
-    if isinstance(twin, nn.RNNBase):  # reads its weights from a list beside the parameter table
+    if isinstance(twin, nn.RNNBase):  # it reads its weights from a list beside the parameter table
         state["_flat_weights"] = [getattr(twin, name, None) for name in twin._flat_weights_names]
     return twin
 
 
 def _refer_to(twins: Mapping[int, Any], value: Any) -> Any:
-    """The same value with modules and parameters replaced by their twins. Containers are copied: a forward may write into them."""
+    """Replace modules and parameters in ``value`` by their twins. Copy containers: a forward may write into them."""
     if value is not None and id(value) in twins:
         return twins[id(value)]
     if type(value) in (list, tuple, set):
@@ -373,7 +371,7 @@ def _refer_to(twins: Mapping[int, Any], value: Any) -> Any:
 
 
 def reparametrizing_hooks(module: nn.Module) -> "OrderedDict[int, Any]":
-    """The hooks that are part of the computation: pruning and the older weight_norm and spectral_norm set ``weight`` in one."""
+    """Return the hooks that compute ``weight``: pruning, the older weight_norm and spectral_norm."""
     return OrderedDict(
         (key, hook)
         for key, hook in module._forward_pre_hooks.items()

@@ -1,4 +1,4 @@
-"""Recording a model's step: the options, what a user calls, and what a learner makes."""
+"""Record one step of a model: the options, :func:`capture` for users, and the recorder for learners."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -24,19 +24,19 @@ _RETENTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """What is recorded of a step, and how it is kept.
+    """What to record of a step, and how to keep it.
 
     Args:
-        reduction: How the loss that is back-propagated reduces over examples, "mean" or "sum".
+        reduction: How the back-propagated loss reduces over examples, "mean" or "sum".
         layers: Which layers count: names (each with all below it) or a predicate on (name, module); None for all.
         batchnorm_affine: Whether BatchNorm's own weight and bias count (the paper's authors left them out).
-        copy_inputs: Keep copies of the layers' inputs, for writers that torch cannot see.
-        retain: How to keep what is recorded: "exact"; in "half" the memory, as float16 with a scale for each tensor (a number
-            loses up to 2**-11 of itself); or "recompute": only the model's input and a copy of its parameters, from which the step is
-            run again when it is aligned (exact, little memory, about a forward and a backward pass more).
-        verify: Check that the examples add up to every ``p.grad``: "first", the first two times that a learner sees a kind of step
-            (the second shows gradients that were not cleared; not of steps that are rewarded in part); True, always; False, never. :func:`capture`, which records a
-            single step, checks it with True.
+        copy_inputs: Keep copies of the layers' inputs, in case code that torch cannot see writes into them.
+        retain: How to keep recorded tensors: "exact"; "half", in half the memory, as float16 with a scale for each
+            tensor (a number loses up to 2**-11 of itself); or "recompute": keep only the model's input and a copy of
+            its parameters, and run the step again to align (exact, little memory, about one more forward and backward).
+        verify: When to check that the examples add up to every ``p.grad``: True, always; False, never; "first", the
+            first two times that a learner sees a kind of step (the second reveals gradients that were not cleared),
+            unless it is rewarded in part. :func:`capture` records a single step and checks it only with True.
     """
 
     reduction: Reduction = "mean"
@@ -63,14 +63,14 @@ def capture(model: nn.Module, record: Recording | None = None, **options: Any) -
     """Record one forward and backward pass, to align its examples with any direction afterwards.
 
     Args:
-        model: Any module. The first axis of its first input counts the examples; where they are in its layers is found out.
+        model: Any module. The first axis of its first input counts the examples; inloop finds them in its layers.
         record: The options of the recording.
-        options: Single options of :class:`Recording`, in place of ``record``.
+        options: Single options of :class:`Recording`, which override those of ``record``.
 
     Raises:
         UnsupportedLayerError: If a layer with trainable parameters cannot be aligned exactly.
-        VerificationError: With ``verify=True``, if a parameter's gradient is not the sum of the recorded examples. (``p.grad`` must
-            have been empty before.)
+        VerificationError: With ``verify=True``, if the recorded examples do not add up to a ``p.grad``, which must have
+            been empty before.
 
     Example:
         >>> import torch
@@ -98,7 +98,7 @@ def capture(model: nn.Module, record: Recording | None = None, **options: Any) -
 
 
 def make_recorder(model: nn.Module, record: Recording, segments: Iterable[str] = ()) -> Recorder:
-    """A recorder on the layers of a model; to recompute, on the model as a whole; on ``segments`` that are checkpointed, as a whole, too."""
+    """Return a recorder on the layers of a model; each of ``segments``, or a model to recompute, is one layer to it."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise UsageError("The model is wrapped in DistributedDataParallel. Fix: record what is inside, model.module.")
     sharded = any(is_sharded(parameter) for parameter in model.parameters())

@@ -1,4 +1,4 @@
-"""A direction is one tensor for each trainable parameter of a model, by name. This checks a user's."""
+"""A direction: one tensor for each trainable parameter of a model, by name. This module checks a user's."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import get_close_matches
@@ -15,10 +15,10 @@ Compute = Callable[[str, Tensor], Tensor | None]
 
 
 class Computed(Mapping[str, Tensor | None]):
-    """A direction whose tensors are computed when they are asked for, from others: never all at once.
+    """A direction that computes each tensor from another one on access: they never exist all at once.
 
     Args:
-        raw: By canonical name, for every trainable parameter.
+        raw: A tensor for every trainable parameter, by canonical name.
         compute: Called with a name and its dense raw tensor; None stays None.
     """
 
@@ -39,7 +39,7 @@ class Computed(Mapping[str, Tensor | None]):
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
-    """The direction that a backward pass has left: ``.grad`` of every parameter by name, None for a frozen one."""
+    """Return the direction that a backward pass left: ``.grad`` of every parameter by name, None for a frozen one."""
     return {name: parameter.grad if parameter.requires_grad else None for name, parameter in model.named_parameters()}
 
 
@@ -49,19 +49,19 @@ def resolve_direction(
     shapes: Mapping[str, torch.Size],
     needed: set[str],
 ) -> Direction:
-    """Bring a direction to canonical names, dense; None stays None and means zero.
+    """Return the direction with canonical names and dense tensors; None stays None and means zero.
 
     Args:
         aliases: Every name of every parameter of the model -> its canonical name.
         shapes: Canonical name -> shape.
-        needed: Canonical names that must be there.
+        needed: Canonical names that must have an entry.
 
     Raises:
-        DirectionError: On an unknown, missing, mis-shaped or contradictory entry.
+        DirectionError: If an entry is unknown, missing, contradictory or has another shape.
     """
     if not isinstance(direction, Mapping):
         raise DirectionError(f"A direction is a dict from parameter names to tensors; got {type(direction).__name__}.")
-    if isinstance(direction, Computed):  # the library's own
+    if isinstance(direction, Computed):  # made by the library
         return direction
     resolved: dict[str, Tensor | None] = {}
     for name, value in direction.items():
@@ -95,9 +95,9 @@ class _Layers(Protocol):
 
 
 def in_parts(direction: Direction, plan: _Layers) -> Iterable[Mapping[str, Tensor | None]]:
-    """The direction; if it is divided among processes, one layer's part after the other, gathered: never the whole model at once.
+    """Return the direction as one part or, if it is sharded, gathered layer by layer: never the whole model at once.
 
-    All processes must come here, as they gather together: in the order of the plan's layers, whatever they have recorded.
+    All processes must call this: they gather together, in the order of the plan's layers, whatever each has recorded.
     """
     values = (direction.raw if isinstance(direction, Computed) else direction).values()
     if all([type(value) is Tensor or value is None or not is_sharded(value) for value in values]):

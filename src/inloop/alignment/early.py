@@ -1,15 +1,16 @@
-"""Aligning a step while the next gradient is being formed: its tape shrinks as the next one grows.
+"""Align a step while the next gradient forms: its tape shrinks as the next one grows.
 
-A tape would otherwise be held until the backward pass of the next step has ended, on top of all that this pass records. Backward
-passes go from the last layer to the first: when the gradient of a layer's parameters has arrived and is final, the layer's calls of
-the step before are aligned with it and released. A gradient is final if the step has one backward pass and nothing changes
-``p.grad`` before ``learner.step``. This is the one place that knows whether that holds:
+Otherwise the tape would stay until the next backward pass ends, on top of all that this pass records. Backward passes
+go from the last layer to the first. When the gradient of a layer's parameters has arrived and is final, the layer's
+calls of the previous step are aligned with it and released. A gradient is final if the step has one backward pass and
+nothing changes ``p.grad`` before ``learner.step``. Only this module knows whether that holds:
 
     unknown ──a step had one backward pass──► on ──a second pass, or a gradient that changed──► off, for good
        └───────────────a step had several──────────────────────────────────────────────────────► off
 
-It is off from the start with several processes or a sharded model, which average gradients after they have arrived, and after a batch
-that was given up. The step that shows that a gradient was not final costs the step before its rewards; later steps wait until ``learner.step``.
+It is off with several processes or a sharded model, which average gradients after they arrive, and after an abandoned
+batch. The first gradient that proves not final costs the step before its rewards; later steps wait for
+``learner.step``.
 """
 
 from typing import Literal
@@ -28,7 +29,7 @@ CHANGED_GRADIENTS = (
 
 
 class EarlyAlignment:
-    """Decides when calls of a waiting tape can be aligned with the gradients that are being formed.
+    """Decides when to align calls of the waiting tape with the gradients that are forming.
 
     Attributes:
         state: "unknown", "on" or "off".
@@ -36,16 +37,16 @@ class EarlyAlignment:
 
     def __init__(self, allowed: bool) -> None:
         self.state: Literal["unknown", "on", "off"] = "unknown" if allowed else "off"
-        self._tape: Tape | None = None  # of the step before, while it is aligned
+        self._tape: Tape | None = None  # the waiting tape, while this aligns it
         self._users: dict[str, list[Kept]] = {}  # its calls, by parameter
-        self._gradients: dict[str, Tensor | None] = {}  # that have arrived, and that calls still wait for
+        self._gradients: dict[str, Tensor | None] = {}  # those that arrived and that a call still needs
         self._compute: Compute | None = None
 
     def begin(self, waiting: Tape | None, compute: Compute | None = None) -> None:
-        """A step begins; its gradient will reward the step that ``waiting`` has recorded, if any.
+        """Begin a step whose gradient will reward the step on the tape ``waiting``, if any.
 
         Args:
-            compute: What the gradients are changed by before calls are aligned with them.
+            compute: Changes the gradients before calls are aligned with them.
         """
         self.stop()
         self._compute = compute
@@ -53,18 +54,18 @@ class EarlyAlignment:
             return
         self._tape = waiting
         for call in waiting.calls:
-            if not call.needs_backward:  # which has no place within another one
+            if not call.needs_backward:  # a backward pass cannot run inside another
                 for name in call.parameter_names.values():
                     self._users.setdefault(name, []).append(call)
 
     def stop(self) -> None:
-        """Leave the rest of the waiting tape as it is."""
+        """Stop aligning; the rest of the waiting tape stays as it is."""
         self._tape = None
         self._users.clear()
         self._gradients.clear()
 
     def gradient_arrived(self, name: str, gradient: Tensor) -> None:
-        """A backward pass has added all that it has to the gradient of the parameter ``name``."""
+        """Align calls whose gradients are complete, now that a backward pass has finished the one of ``name``."""
         users = self._users.get(name)
         if not users or gradient.is_sparse:
             return
@@ -80,16 +81,16 @@ class EarlyAlignment:
         try:
             self._tape.align_ahead(call, self._gradients, self._compute)
         except OverwrittenTensorError:
-            return  # comes up again when the rest of the tape is aligned, outside of the user's backward pass
+            return  # raised again when the rest of the tape is aligned, outside of the user's backward pass
         for name in call.parameter_names.values():
             self._users[name].remove(call)
 
     def judge(self, step: Tape | None, waiting: Tape | None, gradients: Direction) -> str | None:
-        """Learn from a complete step. Returns a sentence if released tensors would have been needed, else None.
+        """Learn from a complete step. Return a sentence if the released tensors are still needed, else None.
 
         Args:
             step: The tape of the complete step; None if it was not recorded.
-            waiting: The tape of the step that is rewarded by these gradients, if any.
+            waiting: The tape of the step that these gradients reward, if any.
         """
         if (step is not None and step.missed_a_pass) or (waiting is not None and waiting.differs_from(gradients)):
             self.state = "off"
@@ -99,5 +100,5 @@ class EarlyAlignment:
         return None
 
     def turn_off(self) -> None:
-        """Gradients are not final when they arrive: they are averaged over processes, or a pass was given up."""
+        """Turn off: gradients are not final when they arrive (processes average them, or a batch was abandoned)."""
         self.state = "off"

@@ -1,12 +1,11 @@
-"""Following parameters that no layer's call accounts for, to the operation where they meet the data.
+"""Follow parameters that no layer call accounts for to the operation where they meet the data.
 
-Learned positions, class tokens and scales are used by a module that has other layers below it; the weight of a layer may be used
-without calling it; and a lookup of positions that all examples share has no batch axis. During the model's forward pass every torch
-function is watched: the result of parameters and constants alone is *derived*, and remembered with its recipe. The first
-operation that mixes a derived tensor with data has a row for each example again, and is recorded (``operation.py``).
-
-Layers called with data are recorded by their own hooks; operations inside of them are not watched. After the first step the watch goes,
-unless it has found something.
+A module with layers below it may use learned positions, class tokens or scales. Code may use a layer's weight without
+calling the layer. A lookup of positions that all examples share has no batch axis. So a tracer watches every torch
+function during the model's forward pass. A result of parameters and constants alone is *derived*; the tracer remembers
+its recipe. ``operation.py`` records the first operation that mixes a derived tensor with data: its output has a row for
+each example again. Hooks record layers called with data; the tracer does not watch operations inside them. After the
+first step the watch is removed, unless it found something.
 """
 
 import itertools
@@ -33,7 +32,7 @@ Record = Callable[[Use], None]
 
 
 class Constant:
-    """Neither data nor computed from trainable parameters: buffers, ranges, what is made of them."""
+    """Marks a tensor that is neither data nor computed from trainable parameters: buffers, ranges, results of them."""
 
 
 _CONSTANT = Constant()
@@ -43,8 +42,8 @@ class Tracer(TorchFunctionMode):
     """Watches one forward pass of a model.
 
     Args:
-        name_of: The canonical name of a parameter of the model that counts, "" of one that does not, None of any other tensor.
-        record: Called with every use of parameters outside of layers' calls.
+        name_of: Returns the canonical name of a parameter that counts, "" if it does not count, None for other tensors.
+        record: Called with every use of parameters outside of layer calls.
     """
 
     def __init__(
@@ -54,21 +53,21 @@ class Tracer(TorchFunctionMode):
         self._record, self._name_of, self._num_examples = record, name_of, num_examples
         self._known: dict[int, tuple[Tensor, Recipe | Value | Constant]] = {}
         self._counts_all = all(bool(name_of(p)) for p in model.parameters() if p.requires_grad)
-        self._inside = 0  # layers that are recorded as a whole
+        self._inside = 0  # how many layers that are recorded as a whole are running
         for parameter in model.parameters():
             self._known[id(parameter)] = parameter, self._kind_of_parameter(parameter) or _CONSTANT
         for buffer in model.buffers():
             self._known[id(buffer)] = buffer, _CONSTANT
 
     def has_data(self, tree: Any) -> bool:
-        """Whether arguments have a tensor that may belong to examples."""
+        """Whether the arguments hold a tensor that may belong to examples."""
         return any(self._kind(tensor) is None for tensor in tensors_in(tree))
 
     def has_derived(self, tree: Any) -> bool:
         return any(isinstance(self._kind(tensor), Recipe | Value) for tensor in tensors_in(tree))
 
     def has_row_for_each_example(self, tree: Any) -> bool:
-        """Whether a constant was given a batch axis by expanding it, as in ``positions.expand(N, T)``."""
+        """Whether a constant got its batch axis by expanding, as in ``positions.expand(N, T)``."""
         first = next(iter(tensors_in(tree)), None)
         return first is not None and first.dim() > 1 and len(first) == self._num_examples and first.stride(0) == 0
 
@@ -79,7 +78,7 @@ class Tracer(TorchFunctionMode):
         self._inside -= 1
 
     def hand_over(self, tensor: Tensor, layer: str) -> Tensor:
-        """A copy of a derived tensor that goes into a recorded layer together with data; its own gradient accounts for the use."""
+        """Copy a derived tensor that enters a recorded layer with data; the copy's gradient accounts for the use."""
         kind = self._kind(tensor)
         if not isinstance(kind, Recipe | Value):
             return tensor
@@ -99,7 +98,7 @@ class Tracer(TorchFunctionMode):
         return copy
 
     def _kind(self, tensor: Tensor) -> Recipe | Value | Constant | None:
-        """None for data."""
+        """Return the kind of a tensor; None for data."""
         entry = self._known.get(id(tensor))
         if entry is None:
             kind = self._kind_of_parameter(tensor) if isinstance(tensor, nn.Parameter) else None
@@ -110,7 +109,7 @@ class Tracer(TorchFunctionMode):
         return None if written else entry[1]
 
     def _kind_of_parameter(self, parameter: Tensor) -> Value | Constant | None:
-        # Without gradients it is nobody's use: it is sharding that puts parameters together, before they are the model's.
+        # With gradients off this is no use: sharding puts parameters together, before they become the model's.
         name = self._name_of(parameter) if torch.is_grad_enabled() else None
         if name is None:
             return None
@@ -129,12 +128,12 @@ class Tracer(TorchFunctionMode):
             result = function(*args, **kwargs)
             if is_in_place(function):
                 if None in kinds:
-                    self._known.pop(id(given[0]), None)  # data was written into it
+                    self._known.pop(id(given[0]), None)  # it now holds data
             elif None not in kinds and not is_random_factory(function):
                 self._remember(result, None)
             return result
         in_place = is_in_place(function)
-        # What is written into cannot be read again afterwards; a copy is what the operation will be repeated with.
+        # An operation in place destroys its argument. Keep a copy to repeat the operation with.
         before = given[0].detach().clone() if in_place else None
         state = {} if _is_attribute(function) else random_state(given[0].device)
         result = function(*args, **kwargs)
@@ -157,7 +156,7 @@ class Tracer(TorchFunctionMode):
         return self._apart(recipe, data, names, written)
 
     def _apart(self, recipe: Recipe, data: list[Tensor], names: list[str], results: Any) -> Any:
-        """Records each of several outputs. They may depend on each other; behind a copy each has only the gradient of its users."""
+        """Record a copy of each output. Outputs may depend on each other; a copy has only its users' gradient."""
         new = []
         for index, out in enumerate(results):
             if isinstance(out, Tensor) and out.requires_grad:
@@ -167,7 +166,7 @@ class Tracer(TorchFunctionMode):
         return type(results)(new)
 
     def _remember(self, result: Any, recipe: Recipe | None) -> None:
-        """Outputs of an operation without data."""
+        """Remember the outputs of an operation without data."""
         several = not isinstance(result, Tensor)
         for index, out in enumerate(result if isinstance(result, tuple | list) else (result,)):
             if isinstance(out, Tensor):
@@ -185,7 +184,7 @@ class Tracer(TorchFunctionMode):
         before: Tensor | None,
         state: dict[str, Tensor] | None,
     ) -> tuple[Recipe, list[Tensor], list[str]]:
-        """The recipe of an operation, its data, and the parameters in it."""
+        """Return the recipe of an operation, its data, and the names of its parameters."""
         slots: list[Tensor] = []
         is_data = False
         names: dict[str, None] = {}
@@ -205,7 +204,7 @@ class Tracer(TorchFunctionMode):
             is_data |= kind is None
             if position == 0 and before is not None:
                 return slot(before)
-            # The optimizer will write into a parameter that is used as it is.
+            # Copy a parameter: the optimizer will write into it.
             return slot(tensor.detach().clone() if isinstance(tensor, nn.Parameter) else tensor.detach())
 
         counter = itertools.count()
@@ -215,17 +214,17 @@ class Tracer(TorchFunctionMode):
 
     @staticmethod
     def _closed(recipe: Recipe, slots: list[Tensor]) -> Recipe:
-        """With its constants in it, until it meets data."""
+        """Return the recipe with its constants inside, until it meets data."""
         return recipe.map(lambda value: slots[value.source] if isinstance(value.source, int) else value)
 
 
 def _is_attribute(function: Callable[..., Any]) -> bool:
-    """Reading x.shape or x.T is a call, too; it draws no random numbers."""
+    """Whether the function reads an attribute, as x.shape or x.T. Such a call draws no random numbers."""
     return getattr(function, "__name__", "") == "__get__"
 
 
 def _with_slots(recipe: Recipe, slot: Callable[[Tensor], Value], names: dict[str, None]) -> Recipe:
-    """A derived tensor's recipe as a part of another: its constants become arguments, its parameters are noted."""
+    """Return a derived tensor's recipe as part of another: turn its constants into arguments, note its parameters."""
 
     def change(part: Any) -> Any:
         if isinstance(part, Tensor):
@@ -237,19 +236,19 @@ def _with_slots(recipe: Recipe, slot: Callable[[Tensor], Value], names: dict[str
 
 
 class Watch:
-    """What is known during one forward pass of the model, between its hooks.
+    """Watches the forward passes of a model by hooks, each pass with a :class:`Tracer`.
 
     Args:
-        is_active: Whether passes are watched at the moment.
-        record: Called with each use of parameters outside of layers' calls, the parameters by name, and a key for it that is the
-            same in every pass.
-        find_layouts: Says of a model and its inputs where the examples are in its outputs; None if that is known already.
+        is_active: Returns whether to watch passes now.
+        record: Called with each use of parameters outside of layer calls, the parameters by name, and a key for it that
+            is the same in every pass.
+        find_layouts: Returns where the examples are in the outputs of a model with these inputs; None if that is known.
 
     Attributes:
-        is_needed: Whether a pass has shown what must be watched in every one: a parameter outside of layers' calls, or examples that are not
-            on the first axis.
+        is_needed: Whether every pass must be watched: one showed a parameter outside of layer calls, or examples that
+            are not on the first axis.
         layouts: Where the examples are in the layers' outputs, if not on the first axis.
-        num_examples: Of the pass, as its first input says.
+        num_examples: The number of examples of the pass, from its first input.
     """
 
     def __init__(
@@ -267,17 +266,17 @@ class Watch:
         self._tracer: Tracer | None = None
         self._depth = 0
         self._num_uses: Counter[object] = Counter()
-        self._layers: list[bool] = []  # those that are running: whether they are recorded as a whole
-        self._names: dict[int, str] = {}  # of parameters, by identity
+        self._layers: list[bool] = []  # for each running layer, whether it is recorded as a whole
+        self._names: dict[int, str] = {}  # of parameters, by id
         self._names_are_new = False
         self._parameters: dict[str, Tensor] = {}
         self.handles: list[RemovableHandle] = []
         for site in plan.sites:
             self._hook(site.module, partial(_enter_layer, site.name, True), Watch.leave_layer)
-        for name, module in _not_recorded(model, plan):  # though a parameter of it may be, where it is used elsewhere
+        for name, module in _not_recorded(model, plan):  # its parameters may be recorded elsewhere
             self._hook(module, partial(_enter_layer, name, False), Watch.leave_layer)
         for module in model.modules():
-            if original_type(module) is not type(module):  # sharded: behind the hook that makes its parameters whole
+            if original_type(module) is not type(module):  # sharded: after the hook that gathers its parameters
                 self.handles.append(module.register_forward_pre_hook(_Tell(self, Watch.parameters_changed)))
         self._hook(model, Watch.enter_model, Watch.leave_model)
 
@@ -287,7 +286,7 @@ class Watch:
 
     @property
     def follows_operations(self) -> bool:
-        """Whether the layer that is running is not recorded as a whole, since it was called without data."""
+        """Whether the running layer was called without data, so that its operations are recorded in its place."""
         return bool(self._layers) and not self._layers[-1]
 
     def enter_model(self, model: nn.Module, *inputs: Any) -> None:
@@ -299,7 +298,7 @@ class Watch:
             return
         if self._find_layouts is not None:
             self.layouts = self._find_layouts(model, inputs)
-            self.is_needed |= bool(self.layouts)  # they are read with the number of examples of each pass
+            self.is_needed |= bool(self.layouts)  # reading them takes the number of examples of each pass
         self._names.clear()
         self.parameters_changed()
         self.num_examples = first_length(inputs)
@@ -308,11 +307,11 @@ class Watch:
         self._tracer.__enter__()  # type: ignore[no-untyped-call]
 
     def parameters_changed(self, *_: Any) -> None:
-        """Other tensors may have taken their place."""
+        """Look up names again: other tensors may have taken the place of parameters."""
         self._names_are_new = False
 
     def _name_of(self, model: nn.Module, tensor: Tensor) -> str | None:
-        """Looked up anew when one is not known, as sharded parameters are exchanged for whole ones while their module runs."""
+        """Return a parameter's name; look up all again if it is unknown, since sharding exchanges tensors in a pass."""
         if id(tensor) not in self._names and not self._names_are_new:
             self._names_are_new = True
             counted = self._plan.counted()
@@ -333,7 +332,7 @@ class Watch:
         self._layers.clear()
 
     def enter_layer(self, name: str, counted: bool, inputs: Any) -> Any:
-        """Returns what takes the place of the layer's inputs, if anything."""
+        """Note that a layer runs. Return its new inputs, or None to leave them."""
         tracer = self._tracer
         if tracer is None:
             return None
@@ -363,7 +362,7 @@ def _enter_layer(name: str, counted: bool, watch: Watch, module: nn.Module, *inp
 
 
 def _not_recorded(model: nn.Module, plan: Plan) -> list[tuple[str, nn.Module]]:
-    """Modules whose own parameters are left out with layers=."""
+    """Return the modules whose own parameters are not recorded: left out with layers=, or BatchNorm's."""
     recorded = {id(module) for site in plan.sites for module in site.module.modules()}
     return [
         (path, module)

@@ -1,10 +1,10 @@
-"""Hooks that leave no trace, and the two ways to catch the gradient of a layer's output.
+"""Hooks that leave no trace, and two ways to catch the gradient of a layer's output.
 
-A *hook* on the output tensor serves layers with a rule, and operations, of which some work in place and have no output to exchange.
-A *node* in the graph takes the place of the output where that is needed, at twice the time (12 and 25 µs a call, measured on a
-linear layer of width 8): the outputs of a module that is run again may depend on each other, or be one tensor twice, and behind a
-node each has only the gradient of its users; and a *fused* layer forms the gradients of its examples in its own backward pass, and
-adds them up to the batch's instead of computing both.
+A *hook* on the output tensor serves layers with a rule, and operations, some of which work in place and have no output
+to exchange. A *node* in the graph replaces the output, at twice the time (12 and 25 µs a call, measured on a linear
+layer of width 8), in two cases. The outputs of a module that is run again may depend on each other, or be one tensor
+twice; behind a node each has only the gradient of its users. A *fused* layer forms the per-example gradients in its own
+backward pass, and adds them up to the batch gradient instead of computing both.
 """
 
 import sys
@@ -29,7 +29,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def not_compiled(function: Function) -> Function:
-    """A hook that torch.compile leaves as it is, with all that it calls; without importing the compiler, which takes seconds."""
+    """Exempt a hook and all it calls from torch.compile, without importing the compiler, which takes seconds."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -50,7 +50,7 @@ def remove_all(handles: list[RemovableHandle]) -> None:
 
 
 def _do_nothing(*_: object) -> None:
-    """What stands in for a hook in copies of the model."""
+    """Replace a hook in copies of the model."""
 
 
 def _hook_of_a_copy() -> object:
@@ -58,7 +58,7 @@ def _hook_of_a_copy() -> object:
 
 
 class Hook(Generic[Owner]):
-    """A hook of one owner, which it knows only weakly. Copies of a module, by deepcopy or pickle, get one that does nothing."""
+    """A hook that refers to its owner weakly. Copies of a module, by deepcopy or pickle, get one that does nothing."""
 
     def __init__(self, owner: Owner) -> None:
         self.owner = weakref.ref(owner)
@@ -74,11 +74,11 @@ class Hook(Generic[Owner]):
 
 
 def hook_gradient(output: Tensor, waiting: Waiting) -> None:
-    """Write the call that waits when the gradient of ``output``, as it is now, arrives.
+    """Write the waiting call when the gradient of ``output``, as it is now, arrives.
 
-    A tensor's hook sees the gradient of the value that it had when the hook was set, also if the tensor is changed in place
-    afterwards. That fails for a view (Linear with a bias returns one for inputs with more than two axes): changing it in place gives
-    it a new history, without the hook. So a view's hook is set on its base, and reads the view's part of the gradient. The view
+    A tensor's hook sees the gradient of the value that the tensor has now, even if it changes in place afterwards. This
+    fails for a view (Linear with a bias returns one for inputs with more than two axes): a change in place gives it a
+    new history, without the hook. So a view's hook goes on its base and reads the view's part of the gradient. The view
     must be the only one of its base that is used.
     """
     base = output._base
@@ -94,7 +94,7 @@ def hook_gradient(output: Tensor, waiting: Waiting) -> None:
 
     def write_part(dbase: Tensor) -> None:
         dbase = dbase.detach()
-        if dbase.stride() != base_stride:  # a gradient may be laid out in another way, or expanded
+        if dbase.stride() != base_stride:  # a gradient may have another layout, or be expanded
             dbase = torch.empty_strided(base_size, base_stride, dtype=dbase.dtype, device=dbase.device).copy_(dbase)
         waiting.write(dbase.as_strided(size, stride, dbase.storage_offset() + offset - base_offset))
 
@@ -102,7 +102,7 @@ def hook_gradient(output: Tensor, waiting: Waiting) -> None:
 
 
 class Exchange:
-    """What a node needs besides tensors. The graph must not hold the output, or nobody else could change it in place."""
+    """A node's inputs besides tensors. The graph must not hold the output, or nobody else could change it in place."""
 
     __slots__ = ("backward", "layer", "output", "waiting")
 
@@ -119,7 +119,7 @@ class Exchange:
 
 
 class Identity(torch.autograd.Function):
-    """The output of a module, with a node of its own that sees its gradient."""
+    """A module's output, with a node of its own that sees its gradient."""
 
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, output: Tensor) -> Tensor:
@@ -133,7 +133,7 @@ class Identity(torch.autograd.Function):
 
 
 class Fused(torch.autograd.Function):
-    """The output of a layer, with a node that has the layer's own backward pass and forms the gradients of its examples."""
+    """A layer's output, with a node that runs the layer's own backward pass and forms the per-example gradients."""
 
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -147,7 +147,7 @@ class Fused(torch.autograd.Function):
         wanted = dict(zip(("x", "weight", "bias"), ctx.needs_input_grad[1:], strict=True))
         written = ctx.exchange.waiting.write(dout)
         formed: dict[str, Tensor] = {}
-        if isinstance(written, ExampleGradients) and not torch.is_grad_enabled():  # else a graph of this pass is wanted
+        if isinstance(written, ExampleGradients) and not torch.is_grad_enabled():  # else the user wants a graph
             formed = {name: gradient.sum(dim=0) for name, gradient in written.gradients.items()}
         missing = tuple([wanted[name] and name not in formed for name in wanted])
         dx, dweight, dbias = ctx.exchange.backward(ctx.exchange.layer, x, weight, dout, missing)

@@ -1,12 +1,12 @@
-"""The forms in which a recorded call is kept until a direction is known, behind one small interface.
+"""The forms in which a tape keeps a recorded call until a direction is known, behind one small interface.
 
     LayerCall           x and dout                                     call.py
-    ExampleGradients    the gradients of the examples, [N, *θ]         here
-    BlackBoxCall        all that it takes to run a module again        black_box.py
+    ExampleGradients    the per-example gradients, [N, *θ]             here
+    BlackBoxCall        everything needed to run a module again        black_box.py
     ModelCall           the same for a model or a checkpointed part    replay.py
 
-The form is chosen when the gradient of the output arrives, by size. ``retain="half"`` maps :class:`Half` over the tensors of any
-form; another pair of pack and unpack (offloading) would work in the same way.
+The tape chooses the form by size when the gradient of the output arrives. ``retain="half"`` maps :class:`Half` over the
+tensors of any form. Another pair of pack and unpack (offloading) would work in the same way.
 """
 
 from abc import ABC, abstractmethod
@@ -19,26 +19,26 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-_SLICE = 1 << 20  # elements that are converted to half precision at a time
+_SLICE = 1 << 20  # elements to convert to half precision at a time
 
 
 class Kept(ABC):
-    """What a tape keeps of one call of a layer.
+    """One call of a layer, as a tape keeps it.
 
     Attributes:
-        name: The place of the layer in the model.
-        kind: The type of the layer, and how its calls are aligned, in words.
-        parameter_names: The trainable parameters of the layer: name in the layer -> name in the model.
-        batch: The number of the micro-batch that the call belongs to.
+        name: The layer's place in the model.
+        kind: The layer's type, and how its calls are aligned, in words.
+        parameter_names: The layer's trainable parameters: name in the layer -> name in the model.
+        batch: The number of the call's micro-batch.
         output_index: The output that the gradient belongs to, for a layer with several.
         num_recorded: The number of examples in the call.
-        num_examples: The number of examples that are kept; fewer than ``num_recorded`` if only a part is rewarded.
-        num_positions: The length of the axis after the examples', for outputs that have more than features.
+        num_examples: The number of kept examples; fewer than ``num_recorded`` if only a part is rewarded.
+        num_positions: The length of the axis of positions, for outputs with more than features; else 0.
         dtype: The precision of the contributions.
         coarsest: The lowest precision that took part.
     """
 
-    # Fields of the dataclasses, or properties: each form knows them in its own way.
+    # Each form has these as fields or as properties.
     name: str
     kind: str
     parameter_names: Mapping[str, str]
@@ -53,42 +53,42 @@ class Kept(ABC):
 
     @abstractmethod
     def align(self, direction: Mapping[str, Tensor | None], magnitudes: bool = False) -> Tensor:
-        """``<dout_i, J_θ f(x; θ_t)[direction]_i>`` for every example i, [N].
+        """Return ``<dout_i, J_θ f(x; θ_t)[direction]_i>`` for every example i, [N].
 
         Args:
             direction: By the parameter's name in the layer; a missing entry is zero.
-            magnitudes: Add up magnitudes instead of values: rounding errors are relative to that.
+            magnitudes: Add up magnitudes instead of values: rounding errors are relative to their sum.
         """
 
     @abstractmethod
     def tensors(self) -> list[Tensor]:
-        """The tensors that are kept, packed as they are."""
+        """Return the kept tensors, packed as they are."""
 
     @abstractmethod
     def map(self, pack: Callable[[Tensor], Any]) -> "Kept":
-        """The same with its tensors packed. A form that needs its tensors exactly returns itself."""
+        """Return the call with packed tensors. A form that needs exact tensors returns itself."""
 
     def visit_layers(self, visit: Callable[["Kept"], None]) -> None:
-        """Call ``visit`` with the call of every layer: with this one, unless it is the call of a whole model."""
+        """Call ``visit`` with each layer's call: this one, or those inside the call of a whole model."""
         visit(self)
 
     def own_parameters(self) -> "Kept":
-        """The same with copies of all parameters that aligning needs, before an optimizer changes them."""
+        """Return the call with copies of all parameters that aligning needs, before an optimizer changes them."""
         return self
 
     @property
     def needs_backward(self) -> bool:
-        """Whether aligning runs a backward pass, which must not happen inside another one."""
+        """Whether aligning runs a backward pass, which cannot run inside another one."""
         return False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExampleGradients(Kept):
-    """The gradients of the examples through one call, where they are smaller than x and dout.
+    """The per-example gradients of one call, where they are smaller than x and dout.
 
     Attributes:
         gradients: By parameter of the layer, [N, *shape].
-        sizes: Sums of magnitudes in place of sums, for parameters whose gradient may cancel within an example.
+        sizes: Sums of magnitudes instead of sums, for parameters whose gradient may cancel within an example.
     """
 
     name: str
@@ -116,7 +116,7 @@ class ExampleGradients(Kept):
         return self.tensors()[0].device
 
     def align(self, direction: Mapping[str, Tensor | None], magnitudes: bool = False) -> Tensor:
-        """``sum_θ <∂l_i/∂θ, direction_θ>``."""
+        """Return ``sum_θ <∂l_i/∂θ, direction_θ>``."""
         total: Tensor | None = None
         for name, packed in self.gradients.items():
             along = direction.get(name)
@@ -145,8 +145,8 @@ class ExampleGradients(Kept):
 class Half:
     """A tensor in half the memory: ``values * scale``, float16 numbers and a power of two.
 
-    The largest magnitude lies between 1 and 2 after scaling, so the gradients of a mean loss do not underflow. A number loses at
-    most 2**-11 of itself, or 2**-25 of the tensor's largest if it is much smaller.
+    After scaling, the largest magnitude is between 1 and 2, so the gradients of a mean loss do not underflow. A number
+    loses at most 2**-11 of itself, or 2**-25 of the tensor's largest if it is much smaller.
     """
 
     values: Tensor
@@ -177,7 +177,7 @@ class Half:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the full tensor."""
+        """The dtype of the full tensor."""
         return self.precision
 
     @property
@@ -186,32 +186,32 @@ class Half:
 
     @property
     def nbytes(self) -> int:
-        """Of the full tensor."""
+        """The size of the full tensor."""
         return self.values.numel() * self.precision.itemsize
 
 
 def full(packed: Any) -> Tensor:
-    """The tensor that was packed, in its own precision."""
+    """Return the unpacked tensor, in its own precision."""
     return packed.full() if isinstance(packed, Half) else packed
 
 
 def _power_of_two(largest: Tensor) -> Tensor:
-    """Such that ``largest`` divided by it is from 1 to 2."""
+    """Return the power of two that divides ``largest`` to a number from 1 to 2."""
     return torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - 1)
 
 
 def _slices(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Along the first axis."""
+    """Split along the first axis, into about ``_SLICE`` elements each."""
     if tensor.dim() == 0:
         return (tensor,)
     return torch.split(tensor, max(1, len(tensor) * _SLICE // max(1, tensor.numel())))
 
 
 class Halves:
-    """Packs tensors as halves, each once: several calls may share a tensor."""
+    """Packs each tensor once: several calls may share it."""
 
     def __init__(self) -> None:
-        # A storage that is referred to weakly gives back its memory, but not its address: no other can be taken for it.
+        # A weakly referenced storage frees its memory but not its address: no other storage can be mistaken for it.
         self._known: dict[tuple[Any, ...], tuple[StorageWeakRef, Half]] = {}
 
     def __call__(self, tensor: Tensor) -> Any:
@@ -231,7 +231,7 @@ class Halves:
 
 
 def leaves_of(tree: Any) -> list[Any]:
-    """The leaves of a nest of arguments. For tuples, lists and dicts much faster than torch's own, which it uses for the rest."""
+    """Return the leaves of a nest: tuples, lists and dicts much faster than torch does, the rest by torch."""
     leaves, nodes = [], [tree]
     while nodes:
         node = nodes.pop()
@@ -247,7 +247,7 @@ def leaves_of(tree: Any) -> list[Any]:
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """All tensors of a nest; of a half its values."""
+    """Return all tensors of a nest; for a :class:`Half`, its values."""
     tensors = []
     for leaf in leaves_of(tree):
         if isinstance(leaf, Tensor):
@@ -258,5 +258,5 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def versions_of(tree: Any) -> tuple[int, ...]:
-    """How often torch has written into each tensor; a detached tensor shares the count of its original."""
+    """Return how often torch has written into each tensor. A detached tensor shares the count of its original."""
     return tuple([tensor._version for tensor in tensors_in(tree)])

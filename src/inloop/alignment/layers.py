@@ -1,4 +1,4 @@
-"""Torch's layers: which are linear or affine in their parameters, and how the gradients of their examples are formed.
+"""Rules for torch's layers: which are linear or affine in their parameters, and how to form per-example gradients.
 
 Axes: N examples, C channels, O output channels, D features.
 """
@@ -28,7 +28,7 @@ def _space_last(call: LayerCall) -> Tensor:
 
 
 def _convolution_weight(call: LayerCall) -> Tensor:
-    """On a CPU a few examples at a time, which is faster: eight if the weight is small, else one."""
+    """Form the gradients; on a CPU eight examples at a time, or one if the weight is large, which is faster."""
     layer, x, dout = cast(nn.Conv2d, call.layer), cast(Tensor, call.args[0]), call.dout
     some = len(x) if x.device.type != "cpu" else 8 if layer.weight.numel() < 1 << 16 else 1
     gradients = dout.new_empty((len(x), *layer.weight.shape))
@@ -39,7 +39,7 @@ def _convolution_weight(call: LayerCall) -> Tensor:
 
 
 def _grouped_convolution_weight(layer: nn.Conv2d, x: Tensor, dout: Tensor) -> Tensor:
-    """The weight gradient of one convolution whose groups are the examples, [N, O, C, *kernel]."""
+    """Return the weight gradient of one convolution whose groups are the examples, [N, O, C, *kernel]."""
     n, weight = len(x), layer.weight
     shape = (n * weight.shape[0], *weight.shape[1:])
     unused = torch.empty(1, dtype=x.dtype, device=x.device).expand(shape)  # the gradient does not depend on the weight
@@ -74,7 +74,7 @@ def _plain_padding(call: LayerCall) -> bool:
 
 
 def _is_pointwise(call: LayerCall) -> bool:
-    """A shortcut, most likely: the gradient of a sum is the same tensor for both its terms."""
+    """Whether the kernel is 1 x 1: likely a shortcut, and both terms of a sum have the same tensor as gradient."""
     return set(cast(nn.Conv2d, call.layer).kernel_size) == {1}
 
 
@@ -88,7 +88,7 @@ def _features_last(call: LayerCall) -> Tensor:
 
 
 def _as_features(call: LayerCall, values: Tensor) -> Tensor:
-    """[N, ..., *normalized_shape] with one axis for all positions."""
+    """Reshape [N, ..., *normalized_shape] to one axis for all positions."""
     return values.reshape(len(values), -1, *cast(nn.LayerNorm, call.layer).normalized_shape)
 
 
@@ -105,7 +105,7 @@ def _rms_norm_weight(call: LayerCall) -> Tensor:
 
 
 def _linear_weight(call: LayerCall) -> Tensor:
-    """``sum_t dout_t x_tᵀ``, [N, O, D]."""
+    """Return ``sum_t dout_t x_tᵀ``, [N, O, D]."""
     (x,) = call.args
     return torch.bmm(call.dout.flatten(1, -2).transpose(1, 2), x.flatten(1, -2))
 
@@ -141,7 +141,7 @@ def _channels_and_space(layer: nn.Module) -> int:
 
 @alignment_rule(nn.Linear, per_example=LINEAR, separable=True)
 def align_linear(call: LayerCall, direction: Mapping[str, Tensor]) -> Tensor:
-    """``<dout_i, x_i gᵀ>`` or, for a layer that widens, ``<dout_i g, x_i>``, of which the product is smaller."""
+    """Return ``<dout_i, x_i gᵀ>`` or, for a layer that widens, ``<dout_i g, x_i>``, whose product is smaller."""
     layer, dout = cast(nn.Linear, call.layer), call.dout
     precise = dout.dtype in (torch.float32, torch.float64) and not call.autocast.enabled
     if layer.out_features <= layer.in_features or not precise or call.absolute or call.batch_axis:
@@ -164,7 +164,7 @@ alignment_rule(
     nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, example_dims=_channels_and_space, separable=True
 )(linear_in_parameters)
 
-# Statistics over the batch are those of step t: recomputed from the recorded input, or the running ones in eval mode.
+# Batch statistics are those of step t: recomputed from the recorded input, or the running ones in eval mode.
 alignment_rule(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)(linear_in_parameters)
 
 alignment_rule(nn.InstanceNorm1d, example_dims=2)(linear_in_parameters)
@@ -184,10 +184,10 @@ alignment_rule(nn.PReLU, parameters=("weight",), example_dims=0)(affine_in_param
 
 @alignment_rule(nn.Embedding, parameters=("weight",), example_dims=0)
 def align_embedding(call: LayerCall, direction: Mapping[str, Tensor]) -> Tensor:
-    """``sum_t <dout_it, g[id_it]>``: the lookup is linear in its table, with three options that only touch the gradient.
+    """Return ``sum_t <dout_it, g[id_it]>``: the lookup is linear in its table. Three options need care.
 
-    The padding row receives no gradient; ``scale_grad_by_freq`` divides each row's by its count in the batch;
-    ``max_norm`` rescales the table before the lookup, which must not happen to the direction.
+    The padding row receives no gradient. ``scale_grad_by_freq`` divides each row's gradient by its count in the batch.
+    ``max_norm`` rescales the table before the lookup, but must not rescale the direction.
     """
     layer = cast(nn.Embedding, call.layer)
     (ids,) = (*call.args, *call.kwargs.values())
@@ -206,11 +206,11 @@ def align_embedding(call: LayerCall, direction: Mapping[str, Tensor]) -> Tensor:
     when=lambda layer: layer.mode != "max" and not layer.scale_grad_by_freq,
 )
 def align_embedding_bag(call: LayerCall, direction: Mapping[str, Tensor]) -> Tensor:
-    """``<dout_i, sum or mean of g over bag i>``; the bag leaves its padding out by itself."""
+    """Return ``<dout_i, sum or mean of g over bag i>``; the bag leaves out its padding itself."""
     return call.dot(call.run(direction, max_norm=None))
 
 
-# Hugging Face's own layers. Its many RMSNorms scale by the weight or by one and the weight; both are affine.
+# Hugging Face's own layers. Its many RMSNorms scale by weight or by 1 + weight; both are affine.
 alignment_rule_by_name("transformers", "Conv1D", ("weight", "bias"), linear_in_parameters)
 alignment_rule_by_name("transformers", "RMSNorm", ("weight",), affine_in_parameters)
 alignment_rule_by_name("transformers", "T5LayerNorm", ("weight",), linear_in_parameters)

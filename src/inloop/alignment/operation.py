@@ -1,7 +1,7 @@
-"""One torch operation that mixes parameters with data, as a module: what a black box is made of when no module stands around it.
+"""One torch operation that mixes parameters with data, as a module: a black box where no module surrounds it.
 
-``x + self.positions`` has no layer of its own, and the parameter may have gone through other operations first (an expand, an
-exponential, a lookup). All of that, from the parameters to the output, is one function of the data, and can be run again.
+``x + self.positions`` has no layer of its own, and the parameter may have passed through other operations first (an
+expand, an exponential, a lookup). All of this, up to the output, is one function of the data, and can run again.
 """
 
 from collections.abc import Callable
@@ -22,19 +22,19 @@ from inloop.errors import UnsupportedLayerError
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A value in a recipe: one of the data tensors, by its position, or a parameter, by its name."""
+    """A value in a recipe: a data tensor by its position, or a parameter by its name."""
 
     source: int | str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recipe:
-    """How a tensor is computed: a torch function and its arguments, in which tensors are values or recipes themselves.
+    """How to compute a tensor: a torch function and its arguments, with values or recipes in place of tensors.
 
     Attributes:
-        index: Which output, of a function with several.
+        index: Which output to take, for a function with several.
         in_place: Whether the function writes into its first argument, which is the result.
-        random_state: Of the generators before it, if it drew from them.
+        random_state: The generators' state before the function, if it drew from them.
     """
 
     function: Callable[..., Any]
@@ -45,7 +45,7 @@ class Recipe:
     random_state: dict[str, Tensor] | None = None
 
     def compute(self, values: Callable[[Value], Tensor], known: dict[int, Any]) -> Any:
-        """The result; ``known`` has those of recipes that several use."""
+        """Return the result; ``known`` caches the results of recipes that several others use."""
         if id(self) not in known:
             args, kwargs = tree_map_only(
                 (Value, Recipe),
@@ -66,7 +66,7 @@ class Recipe:
         return result if self.index is None else result[self.index]
 
     def map(self, change: Callable[[Any], Any]) -> "Recipe":
-        """The same with its values and tensors changed, also in the recipes that it is made of."""
+        """Return the recipe with ``change`` applied to its values and tensors, also in nested recipes."""
         args, kwargs = tree_map_only(
             (Value, Tensor, Recipe),
             lambda part: part.map(change) if isinstance(part, Recipe) else change(part),
@@ -80,7 +80,7 @@ class Recipe:
 
 
 class Operation(nn.Module):
-    """A recipe whose parameters are the module's own, and whose data are the arguments of its forward pass.
+    """A recipe as a module: its parameters are the module's own, its data are the arguments of the forward pass.
 
     Args:
         parameters: By their names in the recipe, which are their names in the model.
@@ -90,7 +90,7 @@ class Operation(nn.Module):
         super().__init__()
         self.recipe = recipe
         self.names = tuple(parameters)
-        # Written through the table, since a name with dots is no attribute.
+        # A name with dots is no attribute, so the parameters have the names p0, p1, ...
         self._parameters.update({f"p{i}": nn.Parameter(value.detach()) for i, value in enumerate(parameters.values())})
 
     def forward(self, *data: Tensor) -> Any:
@@ -106,13 +106,13 @@ class Operation(nn.Module):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Use:
-    """Where parameters meet the data.
+    """A place where parameters meet the data.
 
     Attributes:
         recipe: How the output follows from parameters and data.
         data: The tensors of the recipe that are no parameters.
-        names: The parameters in it.
-        where: In words.
+        names: The parameters in the recipe.
+        where: The place, in words.
     """
 
     recipe: Recipe
@@ -126,7 +126,7 @@ def record_use(tape: Tape, use: Use, parameters: dict[str, Tensor], layout: Layo
     """Write a call to the tape when the gradient of the operation's output arrives.
 
     Args:
-        parameters: Those in the operation, by name.
+        parameters: The operation's parameters, by name.
         layout: Where the examples are in its output.
     """
     _refuse_shared(use, layout, num_examples)
@@ -163,7 +163,7 @@ def _refuse_shared(use: Use, layout: Layout, num_examples: int | None) -> None:
 
 
 def is_in_place(function: Callable[..., Any]) -> bool:
-    """By torch's naming: add_, __iadd__, __setitem__."""
+    """Whether the function works in place, by torch's naming: add_, __iadd__, __setitem__."""
     name = getattr(function, "__name__", "")
     return name == "__setitem__" or (name.startswith("__i") and name not in _NOT_IN_PLACE) or _ends_in_place(name)
 
@@ -176,7 +176,7 @@ def _ends_in_place(name: str) -> bool:
 
 
 def is_random_factory(function: Callable[..., Any]) -> bool:
-    """Whether it makes a tensor of random numbers from nothing: each row is likely an example's own."""
+    """Whether the function makes a tensor of random numbers from nothing: each row likely belongs to one example."""
     return function in _RANDOM
 
 
@@ -184,5 +184,5 @@ _RANDOM = frozenset({torch.rand, torch.randn, torch.randint, torch.normal, torch
 
 
 def first_length(inputs: Any) -> int | None:
-    """The number of rows of the first tensor among a model's inputs."""
+    """Return the number of rows of the first tensor among a model's inputs."""
     return next((len(tensor) for tensor in tensors_in(inputs) if tensor.dim()), None)

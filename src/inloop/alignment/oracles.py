@@ -1,9 +1,9 @@
-"""Two slow and obvious ways to the same rewards, to check the engine, or a model of your own, against.
+"""Two slow, obvious computations of the same rewards, to check the engine or your own model against.
 
-Where examples do not interact both are equal. BatchNorm in training mode couples the examples of a batch, and then there
-are two decompositions of the batch gradient, both adding up to it: by *loss*, the gradient of example i's loss through
-the whole batch; and by *path*, what flows through example i's own activations. The paper's reward, and the engine's, is
-the second. Neither oracle shares code with the engine's rules.
+If examples do not interact, both are equal. BatchNorm in training mode couples the examples of a batch. Then the batch
+gradient has two decompositions, and both add up to it: by *loss*, the gradient of example i's loss through the whole
+batch; and by *path*, the gradient that flows through example i's own activations. The paper and the engine reward by
+path. Neither oracle shares code with the engine's rules.
 """
 
 import copy
@@ -21,11 +21,11 @@ from inloop.errors import UsageError
 
 
 def align_by_loss(model: nn.Module, losses_N: Tensor, direction: Direction) -> Tensor:
-    """``<∇l_i, direction>`` by one backward pass for each example.
+    """Return ``<∇l_i, direction>``, by one backward pass for each example.
 
     Args:
         losses_N: The loss of each example, with its graph, as from ``F.cross_entropy(model(x), y, reduction="none")``.
-        direction: A tensor or None (zero) for every parameter that counts, by name; parameters without an entry do not.
+        direction: A tensor or None (zero) for every parameter that counts, by name; without an entry it does not count.
 
     Example:
         >>> model = nn.Linear(2, 1, bias=False)
@@ -58,15 +58,14 @@ def align_by_path(
 ) -> Tensor:
     """Give each example its own copy of the weights, differentiate the batch loss by the copies, and dot them.
 
-    Works with BatchNorm in training mode. Every layer that owns parameters is called once for each example, on that
-    example's rows, so this takes N times the memory of the model: use it on small models. Layers that own parameters must
-    keep examples on the first axis of inputs and output; dropout inside them is not replayed.
+    This works with BatchNorm in training mode. It calls every other layer that owns parameters once per example, on
+    that example's rows, and takes N times the memory of the model: use it on small models. Layers that own parameters
+    must keep examples on the first axis of inputs and output. It does not replay dropout inside them.
 
     Args:
-        batch_loss: Computes the loss of the batch with the model that it is given, e.g.
-            ``lambda model: F.cross_entropy(model(x), y)``.
+        batch_loss: Computes the batch loss with the given model, e.g. ``lambda model: F.cross_entropy(model(x), y)``.
         direction: As in :func:`align_by_loss`.
-        reduction: "mean" or "sum", how ``batch_loss`` reduces.
+        reduction: How ``batch_loss`` reduces, "mean" or "sum".
     """
     replica = copy.deepcopy(model)
     names = canonical_names(replica)
@@ -74,7 +73,7 @@ def align_by_path(
     copies: dict[str, Tensor] = {}
 
     def own_copy(name: str, num_examples: int) -> Tensor:
-        """[N, ...]: the same values for each example; a tied parameter has one copy under all its names."""
+        """Return a copy for each example, [N, ...]. A tied parameter has one such tensor under all its names."""
         if name not in copies:
             value = parameters[name].detach()
             copies[name] = value.expand(num_examples, *value.shape).clone().requires_grad_()
@@ -92,7 +91,7 @@ def align_by_path(
                 "Fix: use align_by_loss, which is the same where examples do not interact."
             )
         if own:
-            # On our own replica only: the user's model is never touched.
+            # This changes the replica, never the user's model.
             module.forward = _forward_per_example(copy.deepcopy(module), own, own_copy)
     loss = batch_loss(replica)
     resolved = _resolved(model, direction)
@@ -112,7 +111,7 @@ def _forward_per_example(
     def forward(*args: Any, **kwargs: Any) -> Any:
         num_examples = len(args[0])
         copies = {local: own_copy(name, num_examples) for local, name in own.items()}
-        if isinstance(layer, _BatchNorm):  # normalise together, scale and shift each by its own
+        if isinstance(layer, _BatchNorm):  # normalise together, scale and shift each example by its own
             plain = functional_call(
                 layer, {"weight": torch.ones_like(layer.weight), "bias": torch.zeros_like(layer.bias)}, args
             )
@@ -130,7 +129,7 @@ def _forward_per_example(
 
 
 def _resolved(model: nn.Module, direction: Direction) -> dict[str, Tensor]:
-    """The entries that count: those of trainable parameters, by canonical name, dense, without zeros by omission."""
+    """Return the entries of trainable parameters that are not None, dense, by canonical name."""
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     resolved = resolve_direction(direction, canonical_names(model), shapes, needed=set())
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}

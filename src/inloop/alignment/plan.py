@@ -1,9 +1,9 @@
-"""Which modules of a model are recorded, and how each is aligned.
+"""Choose which modules of a model to record, and how to align each.
 
-A module that owns parameters and has a rule is recorded by itself. One that owns parameters and has no rule is a black
-box: it is recorded as one function, with everything below it (so parameters that it uses without calling their module,
-as MultiheadAttention does with its out_proj, are covered). If that would be most of the model, or mixes examples, its own parameters
-are followed to the operations that use them instead (``follow.py``), and the modules below it are recorded by themselves.
+A module that owns parameters and has a rule is recorded by itself. A module that owns parameters and has no rule is a
+black box: it is recorded as one function, with everything below it. This covers parameters that it uses without calling
+their module, as MultiheadAttention does with its out_proj. If the box would be most of the model, or mix examples,
+``follow.py`` follows its own parameters to their operations, and the modules below it are recorded by themselves.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,14 +24,14 @@ LayerFilter = Iterable[str] | Callable[[str, nn.Module], bool]
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A module to be recorded.
+    """A module to record.
 
     Attributes:
-        name: The place of the module in the model.
-        rule: How its calls are aligned; None if they are run again, with all that is below the module.
+        name: The module's place in the model.
+        rule: How to align its calls; None to run them again, with everything below the module.
         parameter_names: The parameters that its calls account for: name in the module -> name in the model.
-        sequence_first: Whether its input and output are [positions, examples, ...], as torch's own modules say of themselves.
-        inner: For a whole model, or a checkpointed part, that is run again layer by layer: the plan for these layers.
+        sequence_first: Whether its input and output are [positions, examples, ...], as torch's own modules declare.
+        inner: The plan for the layers of a whole model, or a checkpointed part, that runs again layer by layer.
         in_segment: Whether it is below a checkpointed module that is recorded as a whole.
     """
 
@@ -44,7 +44,7 @@ class Site:
     in_segment: bool = False
 
     def batch_axis(self, output_index: int, output: Tensor) -> int:
-        """Axis of the examples in one of the outputs."""
+        """Return the axis of the examples in one of the outputs."""
         if isinstance(self.module, nn.RNNBase) and output_index > 0:
             return 1  # final states, [layers, N, features]
         if isinstance(self.module, nn.MultiheadAttention) and output_index > 0:
@@ -52,7 +52,7 @@ class Site:
         return int(self.sequence_first and output.dim() > 2)
 
     def trainable(self) -> dict[str, str]:
-        """Those of its parameters that are not frozen at the moment."""
+        """Return its parameters that are not frozen now; raise if one no longer exists."""
         parameters = self.module._parameters if self.rule is not None else _parameters_of(self.module, None)
         trainable = {}
         for local, name in self.parameter_names.items():
@@ -69,12 +69,12 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What recording a model needs to know about it.
+    """The modules of a model to record, and the names and shapes of its parameters.
 
     Attributes:
         aliases: Every name of every parameter -> its canonical name.
         shapes: Canonical name -> shape.
-        used_elsewhere: Parameters of modules that are not recorded, be they left out or tied to ones that are.
+        used_elsewhere: Parameters of modules that are not recorded: left out, or tied to recorded ones.
         bare: Parameters that only the operations using them can account for, by canonical name.
     """
 
@@ -85,12 +85,12 @@ class Plan:
     bare: Mapping[str, nn.Parameter]
 
     def trainable(self) -> set[str]:
-        """Canonical names of all recorded parameters that are not frozen at the moment."""
+        """Return the canonical names of all recorded parameters that are not frozen now."""
         in_layers = {name for site in self.sites for name in site.trainable().values()}
         return in_layers | {name for name, parameter in self.bare.items() if parameter.requires_grad}
 
     def layers(self) -> list[list[str]]:
-        """The recorded parameters, by canonical name, in groups of those that belong to one layer."""
+        """Return the canonical names of the recorded parameters, grouped by layer."""
         groups: list[list[str]] = []
         seen: set[str] = set()
         for names in (*(site.parameter_names.values() for site in self.sites), *([name] for name in self.bare)):
@@ -100,17 +100,17 @@ class Plan:
         return groups
 
     def counted(self) -> set[str]:
-        """Canonical names of all recorded parameters."""
+        """Return the canonical names of all recorded parameters."""
         return {name for site in self.sites for name in site.parameter_names.values()} | set(self.bare)
 
 
 def _parameters_of(module: nn.Module, rule: Rule | None) -> Mapping[str, nn.Parameter | None]:
-    """A module without a rule accounts for everything below it, a layer with a rule for its own parameters."""
+    """Return the parameters that a module accounts for: its own with a rule, else everything below it."""
     return dict(module.named_parameters(remove_duplicate=False)) if rule is None else module._parameters
 
 
 def canonical_names(model: nn.Module) -> dict[str, str]:
-    """Every name of every parameter -> the first name of the same parameter, which stands for all its ties."""
+    """Map every name of every parameter to the first name of the same parameter, which stands for all its ties."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     return {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
 
@@ -124,7 +124,7 @@ def make_plan(model: nn.Module, layers: LayerFilter | None = None, batchnorm_aff
 
     Raises:
         UnsupportedLayerError: If a trainable parameter belongs to a module that cannot be aligned exactly.
-        UsageError: If ``layers`` names a module that does not exist or that is a part of a black box.
+        UsageError: If ``layers`` leaves nothing, or names a module that does not exist or that is part of a black box.
     """
     names = canonical_names(model)
     wanted = as_predicate(model, layers)
@@ -165,7 +165,7 @@ def _used_elsewhere(model: nn.Module, sites: list[Site], names: Mapping[str, str
 
 
 def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, Rule | None, bool]]:
-    """Walk the model from the top; below a black box there is nothing more to find. The last: whether its own parameters are followed."""
+    """Yield name, module, rule and whether to follow its own parameters, from the top; stop at black boxes."""
     half = _num_elements(model.parameters()) / 2
     seen: set[int] = set()
     waiting = [("", model)]
@@ -176,9 +176,9 @@ def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, Rule | None, boo
         seen.add(id(module))
         if isinstance(module, torch.jit.ScriptModule):
             if next(module.parameters(), None) is not None:
-                yield name, module, None, False  # to be refused by name
+                yield name, module, None, False  # make_plan refuses it by name
             continue
-        called = not _is_never_called(module)  # else its parent answers for what it holds
+        called = not _is_never_called(module)  # else its parent accounts for its parameters
         if rule := rule_for(module) if called and _owns_parameters(module) else None:
             yield name, module, rule, False
         elif called and _owns_parameters(module) and not _is_followed(module, half):
@@ -202,7 +202,7 @@ def _is_followed(module: nn.Module, half: float) -> bool:
 
 
 def _is_never_called(module: nn.Module) -> bool:
-    """Whether it has no forward, as ParameterList."""
+    """Whether the module has no forward, like ParameterList."""
     return not isinstance(module, torch.jit.ScriptModule) and type(module).forward is nn.Module.forward
 
 
@@ -211,7 +211,7 @@ def _num_elements(parameters: Iterable[nn.Parameter]) -> int:
 
 
 def _bare_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters of a module that belong to no layer below it."""
+    """Yield the module's parameters that belong to no layer below it."""
     yield from module.named_parameters(recurse=False)
     for child_name, child in module.named_children():
         if _is_never_called(child):
@@ -232,7 +232,7 @@ def _has_own_parameters(module: nn.Module) -> bool:
 
 
 def _parts_that_are_never_called(module: nn.Module) -> Iterator[nn.Module]:
-    """Children without a forward, such as ParameterList: what they hold directly, their parent uses."""
+    """Yield the children without a forward, like ParameterList: their parent uses the parameters that they hold."""
     for child in module.children():
         if _is_never_called(child):
             yield child
@@ -240,7 +240,7 @@ def _parts_that_are_never_called(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _refusal(site: Site) -> str | None:
-    """Why this module cannot be aligned exactly, or None."""
+    """Return why this module cannot be aligned exactly, or None."""
     module = site.module
     if any(is_lazy(parameter) for parameter in module.parameters()):
         return "its parameters do not exist yet; run one forward pass before recording"
@@ -258,7 +258,7 @@ def _refusal(site: Site) -> str | None:
 
 
 def _is_sequence_first(module: nn.Module) -> bool:
-    """Whether torch's own sequence modules are built without batch_first."""
+    """Whether the module is one of torch's sequence modules, built without batch_first."""
     if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
         return not module.batch_first
     if isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
@@ -269,10 +269,10 @@ def _is_sequence_first(module: nn.Module) -> bool:
 
 
 def as_predicate(model: nn.Module, layers: LayerFilter | None) -> Callable[[str, nn.Module], bool]:
-    """Whether a module of the model, by name, is chosen.
+    """Return a predicate that says whether a module of the model, by name, is chosen.
 
     Raises:
-        UsageError: If ``layers`` names a module that does not exist or that is a part of a black box.
+        UsageError: If ``layers`` names a module that does not exist or that is part of a black box.
     """
     if layers is None:
         return lambda name, module: True

@@ -1,13 +1,14 @@
-"""Finding out where the examples are in each output, by trying: exchange some examples at the entrance and see which rows change.
+"""Find where the examples are in each output by trial: exchange some at the entrance and see which rows change.
 
-Most models keep examples on the first axis. Some put them second, or fold them with positions into one axis; shapes alone cannot tell
-[T, N] from [N, T] where T = N, and nothing in a gradient can tell whose a row is. So in the first step the model is run three times
-more, on twins that share its parameters (a sharded model has none, and is run itself): as given, and twice with half of the examples
-replaced by others of the batch. All passes draw the same random numbers, in the mode that the model is in, but for BatchNorm, which mixes
-examples and is in evaluation mode here. Under the right layout only rows of replaced examples change. Where others change, too, examples
-may depend on all others alike; then all are moved on by one, in evaluation mode, and the rows must move with them. An output that
-passes neither belongs to no examples, or to them in another order, and is refused. Where nothing can be found out, examples are taken to be on
-the first axis, and the other checks remain: for a model that cannot be run so (this is logged), or whose output is another each time.
+Most models keep examples on the first axis. Some put them second, or fold them with positions into one axis. Shapes
+cannot tell [T, N] from [N, T] if T = N, and gradients do not tell the owner of a row. So in the first step the probe
+runs the model three more times: as given, and twice with half of the examples replaced by others of the batch. It runs
+twins that share the model's parameters and mode, but with BatchNorm, which mixes examples, in evaluation mode. (A
+sharded model has no twins and runs itself, in evaluation mode.) All passes draw the same random numbers. Under the
+right layout only rows of replaced examples change. If others change too, examples may depend on all others alike; then
+the probe moves all on by one, in evaluation mode, and the rows must move with them. It refuses an output that passes
+neither test. If the model cannot run so (it warns), or its output is random, it assumes the first axis; other checks
+remain.
 """
 
 import copy
@@ -38,7 +39,7 @@ from inloop.errors import UnsupportedLayerError
 log = logging.getLogger("inloop")
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
-# of each call: shape, rounding, sums over all axes but one, and whether it has a gradient
+# for each call: shape, rounding, sums over all axes but one, and whether it has a gradient
 _Sums = list[tuple[torch.Size, float, dict[int, Tensor], bool]]
 _Key = tuple[str, int]
 _Seen = dict[_Key, _Sums]
@@ -48,7 +49,7 @@ _KNOWN: "weakref.WeakKeyDictionary[nn.Module, dict[object, Layouts]]" = weakref.
 
 
 def layouts_of(model: nn.Module, inputs: Inputs, plan: Plan) -> Layouts:
-    """The layouts of all outputs that do not simply have examples on the first axis.
+    """Return the layouts of all outputs that do not simply have examples on the first axis.
 
     Raises:
         UnsupportedLayerError: If the rows of an output are not the examples in their order.
@@ -57,16 +58,15 @@ def layouts_of(model: nn.Module, inputs: Inputs, plan: Plan) -> Layouts:
     options = tuple(leaf for leaf in tree_leaves(inputs) if isinstance(leaf, bool | int | str))
     kind = tuple(site.name for site in plan.sites), tuple(tensor.dim() for tensor in tensors_in(inputs)), options
     known = _KNOWN.setdefault(model, {})
-    if (
-        kind not in known and len(known) >= _MOST_KINDS
-    ):  # a number that counts steps, say: no more trials if it makes no difference
+    # A number among the options may count steps, say. If it makes no difference, try no more.
+    if kind not in known and len(known) >= _MOST_KINDS:
         first, *others = known.values()
         if all(layouts == first for layouts in others):
             return first
         known.clear()
     if kind not in known:
         sharded = any(is_sharded(parameter) for parameter in model.parameters())
-        if min(gather_counts(num_examples) if sharded else (num_examples,)) < 2:  # nothing can be exchanged
+        if min(gather_counts(num_examples) if sharded else (num_examples,)) < 2:  # too few to exchange
             return {}
         known[kind] = _try(model, plan, inputs, num_examples, sharded)
     return known[kind]
@@ -78,22 +78,22 @@ def _try(model: nn.Module, plan: Plan, inputs: Inputs, num_examples: int, sharde
     has_square = any(tensor.shape == (num_examples, num_examples) for tensor in tensors_in(inputs))
 
     def anyone(lost: list[_Key]) -> bool:
-        """All processes run a sharded model together, as often as one of them needs it."""
+        """Whether a process lost an output: all run a sharded model together, as often as one of them needs it."""
         return bool(gather_numbers(bool(lost)).any()) if sharded else bool(lost)
 
     try:
         with _nothing_outside_moves(model):
             before = outputs(_copied(inputs))
             found, lost = _find(before, [(outputs(_exchanged(inputs, some)), some) for some in groups])
-            if anyone(lost) and has_square:  # which may be a mask over positions, and must stay as it is
+            if anyone(lost) and has_square:  # it may be a mask over positions, which must stay as it is
                 after = [(outputs(_exchanged(inputs, some, squares=False)), some) for some in groups]
                 found, lost = _find(before, after)
-            if anyone(lost):  # unless it is random, or depends on the other examples alike
+            if anyone(lost):  # random outputs are not refused
                 again = outputs(_copied(inputs), seed=1)
                 lost = [key for key in lost if _misfit(before[key], again.get(key, []), None, _same) <= 1]
-            if anyone(lost):
+            if anyone(lost):  # the output may depend on all examples alike
                 found |= _find_moved(outputs, inputs, num_examples, lost)
-    except Exception as error:  # whatever a user's model may raise when it is called like this
+    except Exception as error:  # a user's model may raise anything when called like this
         log.warning(
             "inloop: could not find out where the examples are in the outputs of the model's layers (%s: %s). They are taken to be on the "
             "first axis; if they are not, rewards are wrong. inloop.check compares them with brute force",
@@ -113,7 +113,7 @@ def _try(model: nn.Module, plan: Plan, inputs: Inputs, num_examples: int, sharde
 
 
 def _groups(num_examples: int) -> list[Tensor]:
-    """Two halves of the examples, [N] each, that overlap by a half: rows in another order do not fit both."""
+    """Return masks of two halves of the examples, [N], that overlap by half: rows in another order do not fit both."""
     order = torch.randperm(num_examples, generator=torch.Generator().manual_seed(0))
     half, start = num_examples // 2, max(1, num_examples // 4)
     groups = torch.zeros(2, num_examples, dtype=torch.bool)
@@ -123,10 +123,10 @@ def _groups(num_examples: int) -> list[Tensor]:
 
 
 def _find(before: _Seen, exchanges: list[tuple[_Seen, Tensor]]) -> tuple[dict[_Key, Layout], list[_Key]]:
-    """The layouts under which only rows of replaced examples change; and the outputs that have none, or in which no row changes.
+    """Return the layouts under which only rows of replaced examples change, and the outputs that fit none.
 
     Args:
-        exchanges: The outputs after some examples were replaced, and which.
+        exchanges: The outputs after each exchange, and a mask of the replaced examples.
     """
     found, lost = {}, []
     for key, calls in before.items():
@@ -136,13 +136,13 @@ def _find(before: _Seen, exchanges: list[tuple[_Seen, Tensor]]) -> tuple[dict[_K
         ]
         if fits:
             found[key] = fits[0]
-        elif candidates and all(requires_grad for *_, requires_grad in calls):  # else other checks say so, and better
+        elif candidates and all(requires_grad for *_, requires_grad in calls):  # else other checks say it better
             lost.append(key)
     return found, lost
 
 
 def _fits(before: _Sums, after: _Sums, layout: Layout, replaced_N: Tensor) -> bool:
-    """Whether only rows of replaced examples change, and some do if these examples differ from those in their place."""
+    """Whether only rows of replaced examples change, and some do if these examples differ from their replacements."""
     n = len(replaced_N)
     if _misfit(before, after, layout, lambda rows, later: (later - rows)[~replaced_N], n) > 1:
         return False
@@ -153,7 +153,7 @@ def _fits(before: _Sums, after: _Sums, layout: Layout, replaced_N: Tensor) -> bo
 def _find_moved(
     outputs: Callable[..., _Seen], inputs: Inputs, num_examples: int, keys: list[_Key]
 ) -> dict[_Key, Layout]:
-    """Layouts of outputs that depend on all examples alike (statistics over the batch): in evaluation mode rows move with the examples."""
+    """Return layouts of outputs that depend on all examples alike (batch statistics): rows move with the examples."""
 
     def moved(rows: Tensor, rows_after: Tensor) -> Tensor:
         return rows_after - rows.roll(1, 0)
@@ -171,7 +171,7 @@ def _find_moved(
 
 
 def _candidates(shape: torch.Size, num_examples: int) -> list[Layout]:
-    """In the order of preference."""
+    """Return the possible layouts, in order of preference."""
     found = [Layout(axis) for axis in (0, 1) if len(shape) > axis and shape[axis] == num_examples]
     if shape and shape[0] != num_examples and shape[0] % num_examples == 0:
         found += [Layout(0, folded=True), Layout(0, folded=True, positions_first=True)]
@@ -189,11 +189,11 @@ def _misfit(
     difference: Callable[[Tensor, Tensor], Tensor],
     num_examples: int = 1,
 ) -> float:
-    """How far the calls after are from those expected; up to 1 is rounding.
+    """Return how far the calls after are from those expected; up to 1 is rounding.
 
     Args:
         layout: Where the examples are in the rows; None if each row counts by itself.
-        difference: From the rows by example before and after, [N, rows of each, 2], to what should be zero.
+        difference: Maps the rows by example before and after, [N, rows of each, 2], to values that should be zero.
     """
     if len(before) != len(after):
         return float("inf")
@@ -210,7 +210,7 @@ def _misfit(
 
 
 def _by_example(layout: Layout | None, rows: Tensor, num_examples: int) -> Tensor:
-    """[N, rows of each, 2]."""
+    """Group the rows by example, [N, rows of each, 2]."""
     if layout is None or not len(rows) or len(rows) % num_examples:
         return rows
     if layout.positions_first:
@@ -223,7 +223,7 @@ def _by_example(layout: Layout | None, rows: Tensor, num_examples: int) -> Tenso
 
 @contextmanager
 def _nothing_outside_moves(model: nn.Module) -> Iterator[None]:
-    """Random generators, of torch, Python and numpy, are afterwards as they were before."""
+    """Restore the random generators of torch, Python and numpy afterwards."""
     python, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     try:
@@ -246,7 +246,7 @@ def _copied(inputs: Inputs) -> Inputs:
 
 
 def _exchanged(inputs: Inputs, replaced_N: Tensor, squares: bool = True) -> Inputs:
-    """A copy in which the replaced examples are those before them in the batch."""
+    """Return a copy in which each replaced example equals the one before it in the batch."""
     num_examples = len(replaced_N)
 
     def exchange(value: Any) -> Any:
@@ -262,7 +262,7 @@ def _exchanged(inputs: Inputs, replaced_N: Tensor, squares: bool = True) -> Inpu
 
 
 def _sample(model: nn.Module, training: bool) -> nn.Module:
-    """A twin with the model's own parameters, but for those that are zero: a layer that starts at zero would show nothing."""
+    """Return a twin with the model's parameters, random where all zero: a layer that starts at zero shows nothing."""
     generator = torch.Generator().manual_seed(0)
     parameters = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -277,7 +277,7 @@ def _sample(model: nn.Module, training: bool) -> nn.Module:
 
 
 def _outputs(model: nn.Module, plan: Plan, inputs: Inputs, seed: int = 0, training: bool = True) -> _Seen:
-    """The outputs of every recorded module and operation of a twin of the model."""
+    """Return the outputs of every recorded module and operation of a twin of the model."""
     twin = _sample(model, training)
     sites = tuple(replace(site, module=twin.get_submodule(site.name)) for site in plan.sites)
     seen: _Seen = {}
@@ -288,21 +288,20 @@ def _outputs(model: nn.Module, plan: Plan, inputs: Inputs, seed: int = 0, traini
         site.module.register_forward_hook(_keep(seen, site.name, watch), prepend=True)
     _set_seed(seed)
     try:
-        # With hooks of its own for what autograd saves: the model may run in a checkpoint, which counts that.
+        # Use our own saved-tensor hooks: the model may run in a checkpoint, which counts the saved tensors.
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_nothing, _nothing):
             twin(*inputs[0], **inputs[1])
     finally:
         watch.leave_model(entirely=True)
-        for (
-            module
-        ) in twin.modules():  # hooks know the watch, which knows the twin: without them all is released at once
+        # The hooks refer to the watch, which refers to the twin. Without them all is released at once.
+        for module in twin.modules():
             module._forward_hooks.clear()
             module._forward_pre_hooks.clear()
     return seen
 
 
 def _outputs_in_place(model: nn.Module, plan: Plan, inputs: Inputs, seed: int = 0, training: bool = True) -> _Seen:
-    """The outputs of every recorded module of the model itself, in evaluation mode, without gradients."""
+    """Return the outputs of every recorded module of the model itself, in evaluation mode, without gradients."""
     seen: _Seen = {}
     modes = [(module, module.training) for module in model.modules()]
     handles = [
@@ -325,7 +324,7 @@ def _outputs_in_place(model: nn.Module, plan: Plan, inputs: Inputs, seed: int = 
 
 
 def _nothing(value: Any) -> Any:
-    """Stands for a tensor that is saved for a backward pass that will not come."""
+    """Replace a tensor saved for a backward pass that will not come."""
 
 
 def _keep(seen: _Seen, name: str, watch: Watch | None) -> Callable[[nn.Module, Any, Any], None]:
@@ -334,7 +333,7 @@ def _keep(seen: _Seen, name: str, watch: Watch | None) -> Callable[[nn.Module, A
             return
         packed = any(isinstance(part, PackedSequence) for part in (output if isinstance(output, tuple) else ()))
         for index, out in enumerate(tensors_in(output)):
-            # Without gradients it may be a reentrant checkpoint, which will be run again with them.
+            # With gradients off this may be a reentrant checkpoint, which runs again with them on.
             if (out.requires_grad or not torch.is_grad_enabled()) and not (packed and index == 0):
                 _keep_output(seen, (name, index), out, out.requires_grad or watch is None)
 
@@ -354,7 +353,7 @@ def _keep_output(seen: _Seen, key: tuple[str, int], out: Tensor, has_gradient: b
 
 
 def _sums(out: Tensor, axis: int) -> Tensor:
-    """Two numbers for each place on the axis, [places, 2], in main memory."""
+    """Return two numbers for each place on the axis, [places, 2], in main memory."""
     rows = out.double().movedim(axis, 0)
     rows = rows.flatten(1) if rows.dim() > 1 else rows.unsqueeze(1)
     weights = torch.linspace(1, 2, rows.shape[1], dtype=rows.dtype, device=rows.device)

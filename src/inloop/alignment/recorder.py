@@ -1,7 +1,7 @@
-"""Recording: after each layer's forward pass a hook waits for the gradient of its output, and writes the call to a tape.
+"""Record layer calls: after a layer's forward pass a hook waits for its output's gradient, then writes to a tape.
 
-A forward pass under ``no_grad`` leaves nothing, and outside of a step hooks do nothing. Nothing is written on the user's modules;
-hooks in a copy of the model do nothing.
+A forward pass under ``no_grad`` leaves nothing, and outside of a step hooks do nothing. The recorder writes nothing on
+the user's modules; hooks in a copy of the model do nothing.
 """
 
 import weakref
@@ -43,20 +43,20 @@ from inloop.alignment.tape import Reduction, Retention, Tape
 from inloop.distributed import is_sharded
 from inloop.errors import UnsupportedLayerError
 
-_MOST_SHAPES = 1000  # of one layer, whose decisions are remembered: sequences may have any length
+_MOST_SHAPES = 1000  # to remember the decisions for, per layer: sequences may have any length
 
 MakeModelCall = Callable[[Site], Callable[..., RunAgain]]
 
 
 class Recorder:
-    """The hooks on one model, and the tape that they write to at the moment (None: they do nothing).
+    """The hooks on one model, and the tape that they write to now (None: they do nothing).
 
     Args:
-        make_model_call: Of a site with an inner plan: makes its calls (``replay.py``).
-        layouts: Where the examples are in the outputs, if that is known.
+        make_model_call: Returns a function that makes the calls of a site with an inner plan (``replay.py``).
+        layouts: Where the examples are in the outputs, if known.
 
     Attributes:
-        early: Hears of every gradient that arrives; None if there is nobody to hear.
+        early: Receives every gradient that arrives; None if nothing aligns early.
         saw_gradient: Whether a backward pass has reached a parameter since this was set to False.
     """
 
@@ -81,26 +81,24 @@ class Recorder:
         self._layouts: Layouts = layouts or {}
         self._watch: Watch | None = None
         handles: list[RemovableHandle] = []
-        # A recorder that is simply forgotten takes its hooks along: they know it only weakly.
+        # Hooks refer to the recorder weakly, so a forgotten recorder takes its hooks along.
         self.remove_hooks = weakref.finalize(self, remove_all, handles)
         for site in plan.sites:
             runs_again = site.rule is None
             if runs_again:
-                # Before a hook that is part of the computation, after the user's others, which may draw random numbers.
+                # Run before hooks that are part of the computation, after the user's, which may draw random numbers.
                 first, before = bool(reparametrizing_hooks(site.module)), BeforeForward(self, site)
                 handles.append(site.module.register_forward_pre_hook(before, prepend=first, with_kwargs=True))
-            # First in line, to see the layer's own output and not what the user's hooks make of it; after an exception, too,
-            # to forget what was kept of a module that will be run again.
+            # Run first, to see the layer's own output before the user's hooks change it. Run after an exception too, to
+            # forget the state of a module to run again.
             after = AfterForward(self, site)
             handle = site.module.register_forward_hook(after, prepend=True, with_kwargs=True, always_call=runs_again)
             handles.append(handle)
         self._handles = handles
-        self._not_followed = dict(model.named_parameters())  # parameters that nothing tells of the gradients of
+        self._not_followed = dict(model.named_parameters())  # parameters without a hook on their gradient
         self._follow_gradients()
-        if not any(
-            site.inner is not None and not site.name for site in plan.sites
-        ):  # else the whole model is run again
-            # Until a step has shown that there is no need for it.
+        # Watch, unless the whole model is run again, until a step shows that there is no need.
+        if not any(site.inner is not None and not site.name for site in plan.sites):
             find = None if layouts is not None else partial(layouts_of, plan=plan)
             operations = _Operations(self)
             self._watch = Watch(model, plan, operations.are_recorded, operations.record, find)
@@ -112,7 +110,7 @@ class Recorder:
         return self._make_model_call(site)
 
     def layout(self, site: Site, index: int, output: Tensor) -> Layout:
-        """Where the examples are in an output: as was found by trying, or as the module says of itself."""
+        """Return where the examples are in an output: as the probe found, or as the module declares."""
         layouts = self._layouts if self._watch is None else self._watch.layouts
         found = layouts.get((site.name, index)) if layouts else None
         axis = site.batch_axis(index, output) if found is None and (index or site.sequence_first) else 0
@@ -124,26 +122,26 @@ class Recorder:
 
     @property
     def num_examples(self) -> int | None:
-        """Of the pass that is running, as far as it is watched."""
+        """The number of examples of the running pass, if it is watched."""
         return None if self._watch is None else self._watch.num_examples
 
     @property
     def follows_operations(self) -> bool:
-        """Whether operations are recorded at the moment, in place of the layer that is running."""
+        """Whether operations are recorded now, in place of the running layer."""
         return self._watch is not None and self._watch.follows_operations
 
     def _follow_gradients(self) -> None:
-        """Hear of the gradients of all parameters; those that are frozen are looked at again at the next step."""
+        """Hook the gradients of all parameters; try frozen ones again at the next step."""
         for name, parameter in list(self._not_followed.items()):
             if parameter.requires_grad:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(_AfterGradient(self, name)))
                 del self._not_followed[name]
 
     def start(self, reduction: Reduction, known: Direction | None = None) -> Tape:
-        """Let a new tape record from here on.
+        """Record on a new tape from here on.
 
         Args:
-            known: The direction that calls are aligned with when they arrive, if it is known already.
+            known: The direction to align calls with when they arrive, if it is known already.
         """
         self.stop()
         if self._not_followed:
@@ -163,11 +161,11 @@ class Recorder:
                 self._watch = None
         self.tape = None
         if watch is not None:
-            watch.leave_model(entirely=True)  # after an interrupt, to which hooks do not answer
+            watch.leave_model(entirely=True)  # hooks do not run after an interrupt
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Passes in this block leave no trace."""
+        """Leave no trace of passes in this block."""
         tape, early, saw_gradient = self.tape, self.early, self.saw_gradient
         self.tape = self.early = None
         try:
@@ -184,7 +182,7 @@ class Recorder:
 
 
 class _AfterGradient(Hook[Recorder]):
-    """Tells the tape, and the alignment of the step before, that a backward pass is done with a parameter."""
+    """Tells the tape and the early alignment that a backward pass has finished a parameter's gradient."""
 
     def __init__(self, recorder: Recorder, name: str) -> None:
         super().__init__(recorder)
@@ -203,7 +201,7 @@ class _AfterGradient(Hook[Recorder]):
 
 
 class _Operations:
-    """Hands the uses of parameters outside of layers' calls to the tape of a recorder, which it knows only weakly."""
+    """Gives the uses of parameters outside of layer calls to the tape of a recorder, to which it refers weakly."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = weakref.ref(recorder)
@@ -225,17 +223,17 @@ class _LayerHook(Hook["Recorder"]):
         self.site = site
 
     def recorder(self) -> "Recorder | None":
-        """The owner, if this pass is recorded."""
+        """Return the owner if it records this pass, else None."""
         recorder = self.owner()
         if recorder is None or recorder.tape is None or not torch.is_grad_enabled() or recorder.follows_operations:
             return None
         if self.site.in_segment and torch._C._current_graph_task_id() != -1:
-            return None  # a checkpoint within the segment is run again; the segment accounts for it
+            return None  # a checkpoint inside the segment runs again; the segment accounts for it
         return recorder
 
 
 class BeforeForward(_LayerHook):
-    """Keeps, of a module that will be run again, the state that its forward pass may change: parameters, buffers, random state."""
+    """Keeps the state that the forward pass of a module to run again may change: parameters, buffers, random state."""
 
     @not_compiled
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -248,11 +246,11 @@ class BeforeForward(_LayerHook):
                 f"'{site.name}' ({type(module).__name__}) calls itself in its own forward pass, so it cannot be run again. "
                 "Fix: split the recursion into separate modules, or leave it out with layers=."
             )
-        if running:  # below another module that is run again, which accounts for it
+        if running:  # below another module to run again, which accounts for it
             return
         if site.inner is None:
             self._refuse_parts(module)
-        # The parameters of a whole model are copied when the step is over: the copies of the step before are not needed any more then.
+        # A whole model's parameters are copied after the step, when those of the previous step are not needed any more.
         copied = site.inner is None
         named = module.named_parameters(remove_duplicate=False)
         parameters = {name: value.detach().clone() if copied else value.detach() for name, value in named}
@@ -261,7 +259,7 @@ class BeforeForward(_LayerHook):
         running[site.name] = BeforeCall(twin, random_state(device), versions_of((args, kwargs)))
 
     def _refuse_parts(self, module: nn.Module) -> None:
-        """Modules below it that one function of the examples cannot have."""
+        """Raise if the module has parts that one function of the examples cannot have."""
         name, kind = self.site.name, original_type(module).__name__
         coupled = [n for n, child in module.named_modules() if n and isinstance(child, _BatchNorm) and child.training]
         if coupled:
@@ -288,7 +286,7 @@ class AfterForward(_LayerHook):
 
     @not_compiled
     def __call__(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
-        """``rest`` is (kwargs, output), or the output alone from code that was compiled before there were hooks."""
+        """Record the call. ``rest`` is (kwargs, output); only the output in code compiled before there were hooks."""
         kwargs, output = rest if len(rest) == 2 else ({}, *rest)
         recorder, site = self.recorder(), self.site
         if recorder is None or recorder.tape is None:
@@ -296,9 +294,9 @@ class AfterForward(_LayerHook):
         tape = recorder.tape
         state = tape.running.pop(site.name, None) if site.rule is None else None
         if tape.running or (site.rule is None and state is None) or output is None:
-            return None  # below another module that is run again, frozen, or left by an exception
+            return None  # below another module to run again, frozen, or left by an exception
         if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-            return None  # of which hooks see other tensors; the check for unseen uses refuses the parameters
+            return None  # hooks see other tensors here; the check for unseen uses refuses the parameters
         self._refuse_foreign_parameters(module)
         trainable = site.trainable()
         outputs = [output] if type(output) is Tensor else tensors_in(output)
@@ -350,7 +348,7 @@ class AfterForward(_LayerHook):
         )
 
     def _parameters_to_keep(self, module: nn.Module) -> Any:
-        """Copies of the parameters of step t or, for rules that have no use for them, their shapes and types without values."""
+        """Return copies of the parameters of step t or, if the rule does not read them, only shapes and types."""
         rule = self.site.rule
         if rule is not None and rule.keeps_parameters:
             return {name: None if p is None else p.detach().clone() for name, p in module._parameters.items()}
@@ -361,7 +359,7 @@ class AfterForward(_LayerHook):
         return self._shapes
 
     def _placed(self, recorder: "Recorder", call: Recorded, index: int, out: Tensor, args: Any) -> Any:
-        """The call of one output, with the place of the examples in it."""
+        """Return the call of one output, with the place of the examples in it."""
         layout = recorder.layout(self.site, index, out)
         whose = layout.example_of_row(out, recorder.num_examples) if layout is not PLAIN and out.dim() else None
         if index == 0 and type(args) is tuple and not all([type(value) is Tensor for value in args]):
@@ -370,7 +368,7 @@ class AfterForward(_LayerHook):
         return call if layout is PLAIN and index == 0 and whose is None else call.placed(index, layout.axis, whose)
 
     def _can_fuse(self, call: LayerCall, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> bool:
-        """Whether the graph node of this call may be exchanged, and should be."""
+        """Whether the graph node of this call can be exchanged, and should be."""
         form = call.rule.per_example
         if form is None or form.backward is None or len(args) != 1 or type(args[0]) is not Tensor:
             return False
@@ -395,7 +393,7 @@ class AfterForward(_LayerHook):
         trainable: dict[str, str],
         state: BeforeCall,
     ) -> Any:
-        """Returns what takes the place of the output: behind a node each tensor has only the gradient of its users."""
+        """Return a replacement for the output: behind a node each tensor has only the gradient of its users."""
         tape, site = recorder.tape, self.site
         assert tape is not None
         if versions_of(inputs) != state.versions:
@@ -428,10 +426,9 @@ class AfterForward(_LayerHook):
             if not out.requires_grad:
                 return out
             waiting = tape.wait_for_gradient(self._placed(recorder, call, index, out, inputs[0]))
+            # A view of the input: a change in place would change the input without autograd's knowledge.
             if out.untyped_storage().data_ptr() in stored:
-                out = (
-                    out.clone()
-                )  # a view of the input: changed in place, it would change the input without autograd's knowledge
+                out = out.clone()
             exchanged: Tensor = Identity.apply(Exchange(waiting, out), out)  # type: ignore[no-untyped-call]
             return exchanged
 
@@ -479,7 +476,7 @@ class AfterForward(_LayerHook):
 
 
 def _example_of_row(inputs: tuple[Any, ...]) -> Tensor | None:
-    """Which example each row of a packed sequence belongs to: at every position come those that are long enough, longest first."""
+    """Return the example of each row of a packed sequence: every position has the long enough ones, longest first."""
     packed = next((value for value in inputs if isinstance(value, PackedSequence)), None)
     if packed is None:
         return None

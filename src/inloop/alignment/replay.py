@@ -1,13 +1,13 @@
-"""Running a model, or a checkpointed part of one, again layer by layer when it is aligned: hardly anything is kept of it.
+"""Run a model, or a checkpointed part of one, again layer by layer to align it: the tape keeps hardly anything of it.
 
-The model as a whole is one recorded call: its input, the gradient of its output, its parameters. When a direction is
-known, it runs forward and backward once more as in step t, a quarter of the examples at a time if they do not depend on
-each other, and each layer's call is aligned at the moment when its gradient arrives, so that none is kept. Gradients of weights
-are not computed, but for the first layers, to which the backward pass must reach.
+The whole model is one recorded call: its input, the gradient of its output, its parameters. When a direction is known,
+the model runs forward and backward once more as in step t, a quarter of the examples at a time if they do not depend on
+each other. Each layer's call is aligned when its gradient arrives, and none is kept. The pass computes weight gradients
+only for the first layers, which it must reach.
 
-``retain="recompute"`` does so with the whole model. With activation checkpointing each checkpointed module, a *segment*, is recorded
-like that: recording its layers would keep the very activations that its checkpoint releases. A segment shows in the first step: it is
-called during the backward pass.
+``retain="recompute"`` does so with the whole model. With activation checkpointing, each checkpointed module is such a
+call, a *segment*: recording its layers would keep the very activations that its checkpoint releases. The first step
+reveals the segments: they are called during the backward pass.
 """
 
 import warnings
@@ -35,17 +35,17 @@ from inloop.alignment.tape import Tape, batch_sizes
 from inloop.alignment.verify import refuse_unseen_uses
 from inloop.errors import UnsupportedLayerError, UsageError
 
-_NUM_PARTS = 4  # that a batch is run again in
+_NUM_PARTS = 4  # of a batch, to run again one after the other
 _CANNOT_RUN = (RuntimeError, ValueError, IndexError, UnsupportedLayerError)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ModelCall(RunAgain):
-    """A call of a model or a segment, kept as all that it takes to run it again layer by layer.
+    """A call of a model or a segment, with everything needed to run it again layer by layer.
 
     Attributes:
         plan: The layers of the model.
-        model: The model itself, to find out where the examples are in its layers' outputs.
+        model: The model itself, to find where the examples are in its layers' outputs.
         owns_parameters: Whether ``layer`` has copies of the parameters, not the model's own.
     """
 
@@ -66,7 +66,7 @@ class ModelCall(RunAgain):
         return replace(self, layer=twin, owns_parameters=True)
 
     def align(self, direction: Mapping[str, Tensor | None], magnitudes: bool = False) -> Tensor:
-        """The sum of the contributions of all layers' calls."""
+        """Return the sum of the contributions of all layer calls."""
         self.refuse_overwritten()
         named = dict(self.layer.named_parameters(remove_duplicate=False))
         along: dict[str, Tensor] = {}
@@ -81,7 +81,7 @@ class ModelCall(RunAgain):
             try:
                 return torch.cat([_align_part(part, along, layouts) for part in parts])
             except _CANNOT_RUN:
-                pass  # one example alone could be run, and some of them cannot
+                pass  # one example could run alone, but a part cannot
         return _align_part(self, along, layouts)
 
     def visit_layers(self, visit: Callable[[Kept], None]) -> None:
@@ -93,7 +93,7 @@ class ModelCall(RunAgain):
             names = {local: self.parameter_names[name] for local, name in call.parameter_names.items()}
             visit(replace(call, parameter_names=names))
 
-        for part in _parts(self, _slices(self)):  # all are tried: a visit cannot be taken back
+        for part in _parts(self, _slices(self)):  # try all parts first: a visit cannot be undone
             _run_again(part, layouts, visit_as_of_the_model)
 
     def _layouts(self) -> Layouts:
@@ -102,13 +102,13 @@ class ModelCall(RunAgain):
 
 
 def model_call(site: Site) -> Callable[..., ModelCall]:
-    """Makes the calls of a site with an inner plan."""
+    """Return a function that makes the calls of a site with an inner plan."""
     assert site.inner is not None
     return partial(ModelCall, plan=site.inner, model=weakref.ref(site.module))
 
 
 def whole_site(model: nn.Module, plan: Plan) -> Site:
-    """A model, or a part of one, as one module to record, run again layer by layer as its ``plan`` says."""
+    """Return a model, or a part of one, as one module to record, which runs again layer by layer by its ``plan``."""
     recorded = plan.counted()
     names = {name: canonical for name, canonical in plan.aliases.items() if canonical in recorded}
     return Site("", model, None, names, inner=plan)
@@ -136,10 +136,10 @@ def _slices(call: ModelCall) -> list[slice]:
 
 
 def _parts(call: ModelCall, tried: Sequence[slice]) -> list[ModelCall]:
-    """The call divided into calls of fewer examples, which take less memory, if that gives the same output.
+    """Divide the call into calls of fewer examples, which take less memory, if that gives the same output.
 
     Args:
-        tried: The examples to see that by, some at a time.
+        tried: The slices of examples to test this with.
     """
     coupled = any(isinstance(module, _BatchNorm) and module.training for module in call.layer.modules())
     plain = call.batch_axis == 0 and call.example_of_row is None
@@ -152,11 +152,11 @@ def _parts(call: ModelCall, tried: Sequence[slice]) -> list[ModelCall]:
 
 
 def _can_be_divided(call: ModelCall, tried: slice) -> bool:
-    """Whether some examples alone have the output that they had among all. What has as many rows may be no examples (a mask)."""
+    """Whether some examples alone have the same output as among all. A tensor with as many rows may be a mask."""
     one = _examples(call, tried)
     try:
         with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a checkpoint says that nothing is differentiated here
+            warnings.simplefilter("ignore")  # a checkpoint warns that nothing is differentiated here
             one.checked(tensors_in(one.run(dict(call.layer.named_parameters(remove_duplicate=False)))))
     except _CANNOT_RUN:
         return False
@@ -173,7 +173,7 @@ def _examples(call: ModelCall, rows: slice) -> ModelCall:
 
 
 def _run_again(call: ModelCall, layouts: Layouts, visit: Callable[[Recorded], None]) -> None:
-    """Forward and backward as in step t."""
+    """Run forward and backward as in step t; call ``visit`` with each layer's call."""
     plan = call.plan
     with call.randomness(), torch.enable_grad():
         parameters = {
@@ -191,10 +191,10 @@ def _run_again(call: ModelCall, layouts: Layouts, visit: Callable[[Recorded], No
         del outputs
         reached, outside, is_reentrant = graph_of(output)
         if tape.first_parameters and not is_reentrant:
-            # The backward pass goes as far as the first layers' parameters, and leaves out the gradients of all others.
+            # The backward pass goes back to the first layers' parameters and skips the gradients of all others.
             torch.autograd.grad(output, tape.first_parameters, call.dout, allow_unused=True)
         else:
-            torch.autograd.backward(output, call.dout)  # into the twin, which is forgotten
+            torch.autograd.backward(output, call.dout)  # into the twin, which is thrown away
             reached |= {id(value) for value in parameters.values() if value.grad is not None}
         call.refuse_parameters_of_others(outside)
         used = {plan.aliases[name] for name, value in parameters.items() if id(value) in reached}
@@ -205,19 +205,19 @@ def _run_again(call: ModelCall, layouts: Layouts, visit: Callable[[Recorded], No
 
 
 class _VisitedTape(Tape):
-    """Shows each call to a visitor when it would be written, and keeps none."""
+    """Shows each call to a visitor instead of keeping it; black boxes wait until the pass is over."""
 
     first_parameters: list[Tensor]
 
     def __init__(self, plan: Plan, visit: Callable[[Recorded], None]) -> None:
         super().__init__(plan, "sum", expect_one_pass=True)
         self.first_parameters = []
-        self.black_boxes: list[Recorded] = []  # need backward passes of their own, which have no place within another
+        self.black_boxes: list[Recorded] = []  # need a backward pass of their own, which cannot run inside another
         self._visit = visit
 
     @property
     def fuses(self) -> bool:
-        """The gradients of parameters are not formed at all."""
+        """False: the pass does not form the gradients of parameters."""
         return False
 
     def form(self, call: LayerCall, fused: bool) -> Kept:
@@ -239,7 +239,7 @@ class SegmentFinder:
     """Notes the modules of a model that are called during backward passes, until its hooks are removed."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._first_lengths: dict[str, int | None] = {}  # of those that were called so; None if they cannot be segments
+        self._first_lengths: dict[str, int | None] = {}  # of noted modules; None if one cannot be a segment
         self.handles: list[RemovableHandle] = [
             module.register_forward_pre_hook(_Note(self, name), with_kwargs=True)
             for name, module in model.named_modules()
@@ -252,10 +252,10 @@ class SegmentFinder:
         self._first_lengths[name] = None if given_parameters else first_length(inputs)
 
     def segments(self, tape: Tape) -> list[str]:
-        """The outermost of them, but for those that the examples are not on the first axis of, in or around them.
+        """Return the outermost noted modules, if examples are on the first axis in and around them.
 
         Args:
-            tape: Of the step in which they were noted, layer by layer.
+            tape: The tape of the step that noted them, recorded layer by layer.
         """
         sizes = set(tape.batch_sizes().values())
         plain = {
@@ -286,12 +286,12 @@ class _Note(Hook[SegmentFinder]):
 def with_segments(
     model: nn.Module, plan: Plan, segments: Iterable[str], layers: LayerFilter | None, batchnorm_affine: bool
 ) -> Plan:
-    """The plan with one more site for each segment, to be replayed. While it runs, its layers are not recorded; called from elsewhere they are."""
+    """Add a site for each segment to the plan. While it runs, its layers are not recorded; used elsewhere, they are."""
     wanted = as_predicate(model, layers)
     added: list[Site] = []
     for name in segments:
         if any(_is_below(name, site.name) or site.name == name for site in plan.sites):
-            continue  # a layer, of which nothing less can be kept, or within a module that is replayed as a whole anyway
+            continue  # a layer, which cannot keep less, or inside a module that runs again as a whole anyway
         module = model.get_submodule(name)
         prefix = f"{name}." if name else ""
         try:

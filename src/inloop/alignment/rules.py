@@ -1,13 +1,13 @@
-"""The one formula of the engine, and the table of layers it is exact for.
+"""The one formula of the engine, and the table of layers for which it is exact.
 
-The contribution of example i to a direction g through one call ``out = f(x; θ)`` is ``<dout_i, J_θ f(x; θ)[g]_i>``.
+Through one call ``out = f(x; θ)``, example i contributes ``<dout_i, J_θ f(x; θ)[g]_i>`` to a direction g.
 
 * f linear in its parameters: ``J[g] = f(x; g)``. Run the layer with the direction as its weights and dot the result
   with the output gradient. The paper's Lemma 2 (Linear) and Lemma 3 (convolution) are this one fact.
 * f affine in its parameters: ``J[g] = f(x; g) - f(x; 0)``.
 
-No input is unfolded, and no per-example gradient formed, unless it is smaller than x and dout (:class:`PerExample`). Which torch
-layers are which stands in ``layers.py``.
+The engine unfolds no input, and forms per-example gradients only if they are smaller than x and dout
+(:class:`PerExample`). ``layers.py`` says which torch layers are which.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,39 +23,38 @@ AlignFunction = Callable[[LayerCall, Mapping[str, Tensor]], Tensor]
 
 
 def linear_in_parameters(call: LayerCall, direction: Mapping[str, Tensor]) -> Tensor:
-    """``<dout_i, f(x; g)_i>``."""
+    """Return ``<dout_i, f(x; g)_i>``."""
     return call.dot(call.run(direction))
 
 
 def affine_in_parameters(call: LayerCall, direction: Mapping[str, Tensor]) -> Tensor:
-    """``<dout_i, f(x; g)_i - f(x; 0)_i>``."""
+    """Return ``<dout_i, f(x; g)_i - f(x; 0)_i>``."""
     zero = {name: torch.zeros_like(value) for name, value in direction.items()}
     return call.dot(call.run(direction) - call.run(zero))
 
 
-MOST = 0.75  # times the memory of x and dout up to which gradients are worth the time to form them
+MOST = 0.75  # form gradients if they need at most this many times the memory of x and dout
 PRECISE = (torch.float32, torch.float64)
-Wanted = tuple[bool, bool, bool]  # of the gradients of x, weight and bias
+Wanted = tuple[bool, bool, bool]  # whether to form the gradients of x, weight and bias
 Backward = Callable[[nn.Module, Tensor, Tensor, Tensor, Wanted], tuple[Tensor | None, Tensor | None, Tensor | None]]
 
 
 @dataclass(frozen=True, slots=True)
 class PerExample:
-    """How the gradients ``∂l_i/∂weight`` and ``∂l_i/∂bias``, [N, *shape], follow from x and dout.
+    """How to form the gradients ``∂l_i/∂weight`` and ``∂l_i/∂bias``, [N, *shape], from x and dout.
 
-    For layers with few parameters on many positions (the first convolutions of a network, normalisation layers) they are smaller
-    than x and dout. Then they are formed at once, x and dout are released, and the alignment is their dot product with the
-    direction. The result is the same.
+    They are smaller than x and dout for layers with few parameters on many positions (the first convolutions of a
+    network, normalisation layers). The tape then forms them at once, releases x and dout, and aligns by a dot product
+    with the direction. The result is the same.
 
     Attributes:
-        weight: The gradients of the weight.
-        positions: A view of dout with the positions that share the bias on one axis, [N, positions, *shape of the bias].
-        when: Whether it holds for this call.
-        shares_dout: Whether another call is likely to hold the same dout, so that releasing it frees nothing.
-        backward: ``(layer, x, weight, dout, wanted)``, the layer's own backward pass. With it the layer's node in the graph can
-            form these gradients itself and add them up to the batch's (``hooks.py``); None if that is not worth it.
-        most_if_fused: Times the memory of x and dout up to which gradients are kept instead, if they cost no time, since the backward pass
-            forms them anyway.
+        weight: Returns the gradients of the weight.
+        positions: Returns dout with the positions that share the bias on one axis, [N, positions, *shape of the bias].
+        when: Whether this holds for a call.
+        shares_dout: Whether another call likely holds the same dout, so that releasing it frees nothing.
+        backward: ``(layer, x, weight, dout, wanted)``, the layer's own backward pass. With it the layer's graph node
+            can form these gradients and add them up to the batch gradient (``hooks.py``). None if that is not worth it.
+        most_if_fused: Like ``MOST``, for gradients that cost no time, since the backward pass forms them anyway.
     """
 
     weight: Callable[[LayerCall], Tensor]
@@ -66,10 +65,10 @@ class PerExample:
     most_if_fused: float = 0.75
 
     def is_worthwhile(self, call: LayerCall, fused: bool) -> bool:
-        """Whether the gradients of the examples can be formed from this call, and take little enough memory.
+        """Whether per-example gradients can be formed from this call, and take little enough memory.
 
         Args:
-            call: A call with its dout, or with its output in the place of that.
+            call: A call with its dout, or with its output in place of dout.
             fused: Whether forming them takes no extra time.
         """
         plain = not (call.batch_axis or call.kwargs or call.autocast.enabled) and call.example_of_row is None
@@ -84,13 +83,13 @@ class PerExample:
 
     @torch.no_grad()
     def form(self, call: LayerCall) -> ExampleGradients:
-        """The gradients of the examples, in place of the call."""
+        """Return the per-example gradients, in place of the call."""
         gradients, sizes = {}, {}
         for name in call.parameter_names:
             if name == "bias":
                 positions = self.positions(call)
                 gradients[name] = positions.sum(dim=1)
-                # About the same with magnitudes: an estimate will do for the scale of a rounding error.
+                # Add up magnitudes. An estimate is enough for the scale of a rounding error.
                 every = 16 if positions.shape[1] >= 256 else 1
                 sizes[name] = every * positions[:, ::every].abs().sum(dim=1)
             else:
@@ -110,7 +109,7 @@ class PerExample:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How the calls of a type of layer are aligned.
+    """How to align the calls of a type of layer.
 
     Attributes:
         align: ``(call, direction) -> contributions_N``.
@@ -118,8 +117,8 @@ class Rule:
         example_dims: How many axes of the input belong to one example; an input without one more is not batched.
         when: A further condition on the layer.
         keeps_parameters: Whether ``call.layer`` has the parameters of step t; else it has shapes without values.
-        per_example: How to form the gradients of the examples, for calls where they are smaller than x and dout; None if not at all.
-        separable: Whether row i of the output follows from row i of the one input alone, so that a call can be run in parts.
+        per_example: How to form per-example gradients, where they are smaller than x and dout; None for never.
+        separable: Whether row i of the output depends on row i of the one input alone: then a call can run in parts.
     """
 
     align: AlignFunction
@@ -143,16 +142,16 @@ def alignment_rule(
     per_example: PerExample | None = None,
     separable: bool = False,
 ) -> Callable[[AlignFunction], AlignFunction]:
-    """Register how layers of these types are aligned; use it as a decorator or on a ready-made function.
+    """Register how to align layers of these types. Use it as a decorator or on a ready-made function.
 
     Args:
         parameters: The names of all parameters that the layer owns directly.
         example_dims: How many axes of the first input belong to one example, or a function of the layer.
-        when: A further condition on the layer; where it is false the exact but slower fallback is used.
-        keeps_parameters: Keep a copy of the layer's parameters of step t, for a rule that reads them from ``call.layer``: by
-            the time a direction is known, the optimizer has changed the layer's own.
-        per_example: How to form the examples' gradients, for calls where they are smaller than what they are made of.
-        separable: Whether row i of the output follows from row i of the one input alone (not so for BatchNorm).
+        when: A further condition on the layer; if it is false, the exact but slower fallback is used.
+        keeps_parameters: Keep a copy of the layer's parameters of step t, for a rule that reads them from
+            ``call.layer``. By the time a direction is known, the optimizer has changed the layer's own.
+        per_example: How to form per-example gradients, for calls where they are smaller than x and dout.
+        separable: Whether row i of the output depends on row i of the one input alone (not so for BatchNorm).
 
     Example:
         A layer that is linear in its parameters needs no code of its own:
@@ -181,7 +180,7 @@ _RULES_BY_NAME: list[tuple[str, str, Rule]] = []
 
 
 def alignment_rule_by_name(package: str, suffix: str, parameters: tuple[str, ...], align: AlignFunction) -> None:
-    """Register how layers of another package are aligned, without importing it: those whose class's name ends in ``suffix``."""
+    """Register how to align layers whose class name ends in ``suffix``, without importing their package."""
     _RULES_BY_NAME.append((package, suffix, Rule(align, frozenset(parameters), lambda layer: 1, lambda layer: True)))
 
 
@@ -195,10 +194,10 @@ def _named_rule(layer: nn.Module) -> Rule | None:
 
 
 def rule_for(layer: nn.Module) -> Rule | None:
-    """The rule of the layer's type, if the layer really behaves like its type; None otherwise.
+    """Return the rule of the layer's type if the layer really behaves like its type; else None.
 
-    That is: nothing of its type's behaviour is overridden, and it owns no parameter that the rule does not know, not even in
-    a child: a parametrization such as weight_norm keeps Linear's forward and moves the weight there.
+    The layer must override nothing of its type's behaviour. It must own no parameter that the rule does not know, not
+    even in a child: a parametrization such as weight_norm keeps Linear's forward and moves the weight there.
     """
     kind = original_type(layer)
     layer_type = next((known for known in kind.__mro__ if known in _RULES), None)
@@ -207,7 +206,7 @@ def rule_for(layer: nn.Module) -> Rule | None:
     if not _keeps_behaviour(kind, layer_type):
         return None
     rule = _RULES[layer_type]
-    # A weight that is a buffer or a plain attribute would be a constant that the direction does not replace.
+    # The direction would not replace a weight that is a buffer or a plain attribute.
     replaceable = all(name in layer._parameters or not hasattr(layer, name) for name in rule.parameters)
     known = {name for name, value in layer._parameters.items() if value is not None} <= rule.parameters
     return rule if replaceable and known and not _has_children_with_parameters(layer) and rule.when(layer) else None

@@ -1,6 +1,6 @@
-"""A tape: the recorded calls of one training step, and what can be asked of it.
+"""A tape: the recorded calls of one training step, to align with a direction.
 
-    c_i = sum over calls of <dout_i, J_θ f(x; θ_t)[g]_i>          what example i contributes to <∇L_t, g>
+    c_i = sum over calls of <dout_i, J_θ f(x; θ_t)[g]_i>          the contribution of example i to <∇L_t, g>
     r_i = N c_i for a mean loss, c_i for a sum                     the paper's reward, <∇l_i, g>
 
 N is the number of examples of the whole step, over all its micro-batches.
@@ -27,7 +27,7 @@ Retention = Literal["exact", "half", "recompute"]
 
 
 class Waiting:
-    """A call whose gradient may still come. The graph holds this, not the call: a user may hold the graph for long."""
+    """A call that waits for its gradient. The graph holds this, not the call: a user may hold the graph for long."""
 
     __slots__ = ("_tape", "batch", "call", "fused", "within_backward", "written")
 
@@ -40,7 +40,7 @@ class Waiting:
         self.within_backward = torch._C._current_graph_task_id() != -1
 
     def write(self, dout: Tensor) -> Kept | None:
-        """Write the call, with the gradient of its output; returns the form that is kept, if the tape is still open."""
+        """Write the call with the gradient of its output. Return its form; None if the tape has released the call."""
         tape = self._tape()
         return None if tape is None else tape.complete(self, dout)
 
@@ -50,22 +50,22 @@ class Tape:
 
     Args:
         retain: How to keep their tensors.
-        expect_one_pass: Release the input of a layer once the gradient of its output has arrived. Another backward pass through the
-            same graph is then missed, and noticed.
-        known: The direction that the step will be aligned with, if it is known before the backward pass. Each call is then aligned when the
-            gradient of its output arrives, and released at once.
+        expect_one_pass: Release a layer's input once the gradient of its output has arrived. The tape then misses
+            another backward pass through the same graph, and notes that it did.
+        known: The direction to align the step with, if it is known before the backward pass. The tape then aligns and
+            releases each call when the gradient of its output arrives.
 
     Attributes:
-        part: By micro-batch, the rows of the examples that are rewarded; all, where there is no entry.
-        mean_over: How many examples a mean loss is the mean of; None for those that were recorded. Of W processes that average their
-            gradients, each has a loss that counts like the mean of a W-th of all examples.
+        part: The rows of the rewarded examples, by micro-batch; all, where there is no entry.
+        mean_over: How many examples a mean loss averages; None for the recorded ones. If W processes average their
+            gradients, the loss of each counts like the mean of a W-th of all examples.
         reached: How many backward passes reached each parameter.
         missed_a_pass: Whether a call received another gradient after its input was released.
         lost_gradients: Whether gradients were cleared between two backward passes.
     """
 
     mean_over: float | None = None
-    first_parameters: list[Tensor] | None = None  # those that the data meets first, if they are noted (replay.py)
+    first_parameters: list[Tensor] | None = None  # those that the data meets first, for replay.py
 
     def __init__(
         self,
@@ -78,21 +78,21 @@ class Tape:
         self.reduction = reduction
         self.calls: list[Kept] = []
         self.part: dict[int, Tensor] = {}
-        self.batch = 0  # the micro-batch that forward passes belong to at the moment
+        self.batch = 0  # the micro-batch of forward passes now
         self.running: dict[str, BeforeCall] = {}  # black boxes whose forward pass is running
         self.reached: Counter[str] = Counter()
         self.missed_a_pass = False
         self.lost_gradients = False
         self._first_gradient: tuple[str, Tensor] | None = None
-        self.accounted: set[str] = set()  # parameters of calls that were written
+        self.accounted: set[str] = set()  # parameters of written calls
         self.plan = plan
         self.known = known
         self._one_pass = expect_one_pass or known is not None
-        self._shapes: list[Kept] = []  # of calls that were aligned when they arrived
+        self._shapes: list[Kept] = []  # of calls that were aligned at once
         self._is_open = True
         self._halves = Halves() if retain == "half" else None
         self._waiting: list[Waiting] = []
-        # Of calls that were aligned ahead, which leave the list: contributions, and the gradients that they were aligned with.
+        # Calls aligned ahead leave the list. Keep their contributions, and the gradients that they were aligned with.
         self._sums: dict[int, Tensor] = {}
         self._sizes: dict[int, int] | None = None
         self._aligned_with: dict[str, tuple[int, int]] = {}
@@ -101,21 +101,21 @@ class Tape:
 
     @property
     def fuses(self) -> bool:
-        """Whether layers may form the gradients of their examples in their own backward pass: of all examples, there."""
+        """Whether layers may form per-example gradients in their backward pass, which does so for all examples."""
         return self.batch not in self.part
 
     def wait_for_gradient(self, call: Recorded, fused: bool = False) -> Waiting:
         """Write ``call`` when the gradient of its output arrives, unless the tape is closed by then.
 
         Args:
-            fused: Form the gradients of the examples at once, also if they are a little larger than x and dout.
+            fused: Form the per-example gradients at once, even if they are a little larger than x and dout.
         """
         waiting = Waiting(self, call, fused)
         self._waiting.append(waiting)
         return waiting
 
     def complete(self, waiting: Waiting, dout: Tensor) -> Kept | None:
-        """The gradient of a call's output has arrived: write the call, in the form that it is kept in."""
+        """Write a call, in the form to keep, now that the gradient of its output has arrived."""
         call = waiting.call
         if call is None:
             self.missed_a_pass |= waiting.written and self._is_open
@@ -135,7 +135,7 @@ class Tape:
         return complete
 
     def form(self, call: LayerCall, fused: bool) -> Kept:
-        """The form in which a complete call is kept: the smaller of x and dout, and the gradients of the examples."""
+        """Return the form to keep of a complete call: the smaller of x and dout, and the per-example gradients."""
         form = call.rule.per_example
         return form.form(call) if form is not None and form.is_worthwhile(call, fused) else call
 
@@ -144,7 +144,7 @@ class Tape:
         self.accounted.update(call.parameter_names.values())
 
     def _rows_to_keep(self, call: LayerCall, dout: Tensor) -> tuple[LayerCall, Tensor]:
-        """The call and the gradient of the examples that are rewarded, if their rows can be taken out."""
+        """Return the call and the gradient of the rewarded examples, if their rows can be taken out."""
         rows = self.part.get(call.batch)
         if rows is None or call.batch_axis:
             return call, dout
@@ -157,7 +157,7 @@ class Tape:
         return call, dout if call.taken_from is None else dout[rows]
 
     def _refuse_mixed_batches(self, written: Waiting) -> None:
-        """A reentrant checkpoint runs its layers in the backward pass: then it must be the pass of the last micro-batch alone."""
+        """Raise if a reentrant checkpoint, which runs layers in the backward pass, sees several micro-batches."""
         done = {waiting.batch for waiting in self._waiting if waiting.written}
         if any(waiting.batch != written.batch and waiting.batch not in done for waiting in self._waiting):
             raise UnsupportedLayerError(
@@ -166,7 +166,7 @@ class Tape:
             )
 
     def note_gradient(self, name: str, gradient: Tensor | None) -> None:
-        """A backward pass has reached a parameter. A second pass adds to its gradient, unless that was cleared in between."""
+        """Note that a backward pass reached a parameter. A second one adds to its gradient, unless it was cleared."""
         self.reached[name] += 1
         if gradient is None:
             return
@@ -180,7 +180,7 @@ class Tape:
         self.calls = [call.own_parameters() for call in self.calls]
 
     def close(self) -> None:
-        """Record nothing more, also of backward passes still to come, and release the calls that waited for them."""
+        """Record nothing more, also of backward passes still to come, and release the waiting calls."""
         self._is_open = False
         for waiting in self._waiting:
             waiting.call = None
@@ -191,7 +191,7 @@ class Tape:
             self._halves.clear()
 
     def release(self) -> None:
-        """Give back the memory; the tape is empty afterwards."""
+        """Free the memory; the tape is empty afterwards."""
         self.calls.clear()
         self._sums.clear()
         self._shapes.clear()
@@ -202,24 +202,23 @@ class Tape:
     # ---------------------------------------------------------------- reading
 
     def align(self, direction: Direction) -> Tensor:
-        """The reward of every example, ``r_i = <∇l_i(θ_t), direction>``, shape [N].
+        """Return the reward of every example, ``r_i = <∇l_i(θ_t), direction>``, shape [N].
 
         Args:
             direction: A tensor for every trainable parameter by its name in the model, as in
-                ``{name: p.grad for name, p in model.named_parameters()}``. None means zero. A tied parameter may be given
-                under any of its names.
+                ``{name: p.grad for name, p in model.named_parameters()}``. None is zero. A tied one may have any name.
 
         Raises:
             DirectionError: If an entry is missing, unknown or of another shape.
-            UsageError: If nothing was recorded.
-            OverwrittenTensorError: If a recorded tensor was changed in place since.
+            UsageError: If nothing was recorded, or a part is released already, aligned with another direction.
+            OverwrittenTensorError: If a recorded tensor has changed in place since.
         """
         contributions_N = self.contributions(direction)
         count = len(contributions_N) if self.mean_over is None else self.mean_over
         return contributions_N * count if self.reduction == "mean" else contributions_N
 
     def contributions(self, direction: Direction) -> Tensor:
-        """What every example contributed to ``<∇L_t, direction>``; their sum is that product."""
+        """Return the contribution of every example to ``<∇L_t, direction>``; they add up to that product."""
         plan = self.plan
         trainable = plan.trainable()
         resolved = resolve_direction(direction, plan.aliases, plan.shapes, trainable)
@@ -253,7 +252,7 @@ class Tape:
         )
 
     def _add(self, totals: dict[int, Tensor], call: Kept, direction: Mapping[str, Tensor | None]) -> None:
-        """Add the contributions of a call to those of its micro-batch: of the examples that are rewarded."""
+        """Add a call's contributions, of the rewarded examples, to those of its micro-batch."""
         aligned = call.align(direction)
         rows = self.part.get(call.batch)
         if rows is not None and len(aligned) == call.num_recorded:
@@ -261,22 +260,22 @@ class Tape:
         totals[call.batch] = totals[call.batch] + aligned if call.batch in totals else aligned
 
     def batch_sizes(self) -> dict[int, int]:
-        """The number of examples of each micro-batch, in order."""
+        """Return the number of examples of each micro-batch, in order."""
         if self._sizes is not None:
             return self._sizes
         sizes = batch_sizes(self.seen)
         if not self._is_open:
-            self._sizes = sizes  # calls come no more, and those that are aligned ahead go
+            self._sizes = sizes  # no more calls come, and calls aligned ahead leave
         return sizes
 
     def verify(self, gradients: Direction) -> None:
-        """Check ``sum_i c_i(p.grad) = ‖p.grad‖²`` for every parameter p; with several processes, for the mean over them.
+        """Check ``sum_i c_i(p.grad) = ‖p.grad‖²`` for every parameter p; in several processes, for their mean.
 
         Args:
-            gradients: The gradients that the recorded backward pass itself has left, by name.
+            gradients: The gradients that the recorded backward pass itself left, by name.
 
         Raises:
-            VerificationError: Naming the first parameter that does not add up.
+            VerificationError: If a parameter does not add up; it names the first.
         """
         plan = self.plan
         trainable = plan.trainable()
@@ -286,7 +285,7 @@ class Tape:
     # ---------------------------------------------------------------- aligning ahead (early.py says when)
 
     def align_ahead(self, call: Kept, gradients: Direction, compute: Compute | None = None) -> None:
-        """Align one call with gradients that are final, or with what ``compute`` makes of them, and release it."""
+        """Align one call with final gradients, changed by ``compute`` if given, and release it."""
         self.batch_sizes()
         direction = gradients if compute is None else Computed(gradients, compute)
         self._add(self._sums, call, {local: direction[name] for local, name in call.parameter_names.items()})
@@ -294,25 +293,25 @@ class Tape:
         for name in call.parameter_names.values():
             gradient = gradients[name]
             assert gradient is not None
-            # Where it is stored, and how often it was written to: a second backward pass or a change in place shows.
+            # Its address and version reveal a second backward pass or a change in place.
             self._aligned_with[name] = gradient.data_ptr(), gradient._version
 
     def _align_at_once(self, call: Kept) -> bool:
-        """Align a call with the direction that is known; nothing of it is kept but its shapes. Returns whether it could be."""
+        """Align a call with the known direction and keep only its shapes. Return whether this was possible."""
         known, others = self.known, self._sums.get(call.batch)
         assert known is not None
         if others is not None and len(others) != len(self.part.get(call.batch, range(call.num_recorded))):
-            return False  # to be refused with the other calls, outside of the user's backward pass
+            return False  # refused with the other calls, outside of the user's backward pass
         try:
             self._add(self._sums, call, {local: known[name] for local, name in call.parameter_names.items()})
         except OverwrittenTensorError:
-            return False  # comes up again when the tape is aligned, outside of the user's backward pass
+            return False  # raised again when the tape is aligned, outside of the user's backward pass
         self.accounted.update(call.parameter_names.values())
         self._shapes.append(call.map(_without_values))
         return True
 
     def is_zero(self) -> bool:
-        """Whether no example contributes anything in any direction (with calls that were aligned at once: in theirs)."""
+        """Whether no example contributes along the direction of all ones (with calls aligned at once: along theirs)."""
         if self._shapes:
             return not any(bool(total.any()) for total in self._sums.values())
         if not self.calls:
@@ -323,16 +322,16 @@ class Tape:
 
     @property
     def seen(self) -> list[Kept]:
-        """The recorded calls, of those that were aligned at once only the shapes."""
+        """The recorded calls; of those aligned at once, only the shapes."""
         return self.calls + self._shapes if self._shapes else self.calls
 
     @property
     def begun(self) -> bool:
-        """Whether a call was aligned ahead, so that its tensors are gone."""
+        """Whether a call was aligned ahead, so that its tensors are released."""
         return bool(self._aligned_with)
 
     def differs_from(self, direction: Direction) -> bool:
-        """Whether ``direction`` is not, or not any more, the gradients that calls were aligned with ahead."""
+        """Whether ``direction`` is not, or no longer, the gradients that calls were aligned with ahead."""
         raw = direction.raw if isinstance(direction, Computed) else direction
         for name, then in self._aligned_with.items():
             value = raw.get(name)
@@ -356,15 +355,15 @@ _SHARED = (
 
 
 def structure_of(calls: Sequence[Kept]) -> Structure:
-    """Which layers were called how often in each micro-batch; another structure is another kind of step."""
+    """Return how often each layer was called in each micro-batch; another structure is another kind of step."""
     return frozenset(Counter([(call.batch, call.name, call.output_index) for call in calls]).items())
 
 
 def batch_sizes(calls: Sequence[Kept]) -> dict[int, int]:
-    """The number of examples of each micro-batch, in order.
+    """Return the number of examples of each micro-batch, in order.
 
     Raises:
-        BatchSizeError: If the layers of one micro-batch disagree, or if one computes what all examples share.
+        BatchSizeError: If the layers of one micro-batch disagree, or if one computes an output that examples share.
         UnsupportedLayerError: If a layer's output belongs to no example.
     """
     sizes: dict[int, int] = {}

@@ -1,8 +1,8 @@
 """The guard that catches silent errors: for every parameter p, ``sum_i c_i(p.grad) = ‖p.grad‖²``.
 
-Both sides are divided by ‖p.grad‖, since squares of small gradients are too small for float32. If it holds, every use of the
-parameter in the loss went through a recorded layer call, with the right formula. It does not see *which* example a row belongs
-to, nor whether the loss was a mean or a sum.
+It divides both sides by ‖p.grad‖, since squares of small gradients are too small for float32. If the equation holds,
+every use of the parameter in the loss went through a recorded layer call, with the right formula. The guard does not
+see *which* example a row belongs to, nor whether the loss was a mean or a sum.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -16,7 +16,7 @@ from inloop.alignment.plan import Plan
 from inloop.distributed import gather_numbers, sum_over_processes, whole, world_size
 from inloop.errors import VerificationError
 
-# Of the sum of |c_i|, by the coarsest precision that took part: far above rounding, far below any real omission.
+# Relative to the sum of |c_i|, by the coarsest precision: far above rounding, far below any real omission.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
@@ -29,10 +29,10 @@ def verify_calls(
     """Check the equation for the parameters ``names``.
 
     Args:
-        plan: Has the parameters of each layer, to gather gradients by that are divided among processes.
+        plan: Groups the parameters by layer, to gather sharded gradients layer by layer.
 
     Raises:
-        VerificationError: Naming the first parameter that does not add up.
+        VerificationError: If a parameter does not add up; it names the first.
     """
     sums, norms = dict.fromkeys(names, (0.0, 0.0)), dict.fromkeys(names, 0.0)
     for part in in_parts(gradients, plan):
@@ -54,31 +54,27 @@ def verify_calls(
         gradient = gradients[name]
         norm, tolerance = norms[name], max(coarsest, 0.0 if gradient is None else _TOLERANCE[gradient.dtype])
         if not abs(total - norm) <= tolerance * max(magnitude, norm):
-            # A gradient that cancels within each example (a key's bias in attention) is nothing but rounding errors.
+            # A gradient that cancels within each example (a key's bias in attention) is only rounding error.
             if norm > 0 and abs(total - norm) <= tolerance * _magnitude(calls, name, gradients[name], norm):
                 continue
             raise VerificationError(_what_is_wrong(name, total, norm))
 
 
 def _units(gradients: Mapping[str, Tensor | None], names: Collection[str]) -> dict[str, tuple[float, Tensor]]:
-    """‖g‖ and g / ‖g‖, where there is one."""
+    """Return ‖g‖ and g / ‖g‖ for every gradient that is not zero."""
     norms = {name: float(g.double().norm()) for name, g in gradients.items() if g is not None and name in names}
     return {name: (norm, g / norm) for name, norm in norms.items() if norm > 0 and (g := gradients[name]) is not None}
 
 
 def _mean_over_processes(sums: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
-    """Each process accounts for its own examples, of gradients that are means over processes."""
+    """Average over processes: each accounts for its own examples, and gradients are means over processes."""
     names = sorted(sums)
     means = sum_over_processes(torch.tensor([sums[name] for name in names], dtype=torch.float64)) / world_size()
     return {name: (total, magnitude) for name, (total, magnitude) in zip(names, means.tolist(), strict=True)}
 
 
 def refuse_unseen_uses(unseen: Collection[str]) -> None:
-    """Raise if there are parameters that a backward pass has reached past all that was recorded.
-
-    Raises:
-        VerificationError: Naming the first of them.
-    """
+    """Raise VerificationError if a backward pass reached parameters that no recorded call used; name the first."""
     if unseen:
         raise VerificationError(
             f"Parameter '{min(unseen)}' has a gradient, but no recorded call or operation used it. What usually is the reason: it is used "
@@ -89,7 +85,7 @@ def refuse_unseen_uses(unseen: Collection[str]) -> None:
 
 
 def _magnitude(calls: Sequence[Kept], name: str, gradient: Tensor | None, norm: float) -> float:
-    """``sum |dout| |f(x; g)|``, element by element, for the unit g along the gradient."""
+    """Return ``sum |dout| |f(x; g)|``, element by element, for the unit g along the gradient."""
     assert gradient is not None
     unit, magnitude = whole(gradient) / norm, 0.0
 

@@ -36,7 +36,7 @@ class Driver:
         if batches_per_epoch is not None and batches_per_epoch < 1:
             raise UsageError(f"batches_per_epoch={batches_per_epoch}: allowed are whole numbers from 1.")
         self.mixture = mixture
-        self.policy = policy or MixturePolicy(len(mixture.sources))
+        self.policy = policy or MixturePolicy(mixture)
         self.batch_size = batch_size
         self.learner_options, self.loader_options = learner_options, loader_options
         self.learner: InLoop | None = None
@@ -64,11 +64,16 @@ class Driver:
         total = sum(source.size or 0 for source in self.mixture.sources)
         return max(1, total // (self.batch_size * world_size() * each)) * each
 
-    def attach(self, model: nn.Module) -> None:
-        """Make the learner of ``model``, in whatever wrapper. Does nothing if it is attached already."""
+    def attach(self, model: nn.Module, optimizer: object = None) -> None:
+        """Make the learner of ``model``, in whatever wrapper. Does nothing if it is attached already.
+
+        Args:
+            optimizer: The trainer's own, in whatever wrapper, or a list; ``optimizer=`` among the learner's options comes first.
+        """
         if self._is_attached:
             return
-        self.learner = InLoop(model, self.policy, **self.learner_options)
+        options: dict[str, Any] = {"optimizer": optimizer} | self.learner_options
+        self.learner = InLoop(model, self.policy, **options)
         self._loader = self.mixture.loader(self.learner, self.batch_size, **self.loader_options)
         self._is_attached, self._losses = True, []
         if self._state is not None:
@@ -103,8 +108,9 @@ class Driver:
     def state_dict(self) -> dict[str, Any]:
         """The state, at any time. A continued run uses the micro-batches of an unfinished step again."""
         learner, loader = self._attached()
-        saved = loader.state_dict(within_step=True)
-        return {"learner": learner.state_dict() | {"draws": []}, "loader": saved}
+        saved, state = loader.state_dict(within_step=True), learner.state_dict()
+        state["sampler"]["draws"] = []
+        return {"learner": state, "loader": saved}
 
     def last_state(self) -> dict[str, Any] | None:
         """The present state, or the state at closing; None if no model was ever attached."""

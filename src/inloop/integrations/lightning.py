@@ -82,7 +82,7 @@ class InLoopCallback(pl.Callback):
                 "loop with learner.step(loss, scaler=scaler)."
             )
         self.driver.loader_options = {"micro_batches": trainer.accumulate_grad_batches} | self.driver.loader_options
-        self.driver.attach(self._model(pl_module))
+        self.driver.attach(self._model(pl_module), trainer.optimizers)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int

@@ -102,7 +102,7 @@ class _Attach(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.driver.attach(kwargs["model"])
+        self.driver.attach(kwargs["model"], kwargs.get("optimizer"))
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         saved = self.driver.state_dict()  # in all processes: it drops the step that waits for its reward

@@ -13,3 +13,4 @@ from inloop.policies.policy import Policy as Policy
 from inloop.policies.policy import RewardSummary as RewardSummary
 from inloop.policies.product import Product as Product
 from inloop.policies.shares import Shares as Shares
+from inloop.policies.sources import SourceInfo as SourceInfo

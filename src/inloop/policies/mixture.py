@@ -1,7 +1,6 @@
 """The mixture policy: which source each example comes from. Axes: N examples, K sources."""
 
 import math
-import operator
 from collections.abc import Sequence
 from typing import Literal
 
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from inloop.errors import UsageError
 from inloop.policies.discrete import Discrete
+from inloop.policies.sources import SourceInfo, Sources
 
 
 class MixturePolicy(Discrete):
@@ -29,7 +29,7 @@ class MixturePolicy(Discrete):
     "softmax": ``p_i ∝ prior_i exp(s_i)``.
 
     Args:
-        num_sources: K, at least 2; or an :class:`~inloop.Mixture`, which has their names.
+        num_sources: K, at least 2; or a :class:`~inloop.Mixture`, which has their names, sizes and labels.
         form: "bounded", "inverted" (the paper's) or "softmax".
         prior: The shares to begin with, and to be anchored at; by default all sources alike. Not with the inverted form.
         floor: The least share ε of each source, one number or one for each: ``(1 - sum ε) p + ε``.
@@ -43,13 +43,14 @@ class MixturePolicy(Discrete):
 
     def __init__(
         self,
-        num_sources: int,
+        num_sources: int | Sources,
         form: Literal["bounded", "inverted", "softmax"] = "inverted",
         prior: Sequence[float] | None = None,
         floor: float | Sequence[float] = 0.0,
         ceiling: float | Sequence[float] = 1.0,
     ) -> None:
-        num_sources = count_sources(num_sources)
+        sources = SourceInfo.of(num_sources)
+        num_sources = len(sources)
         if form not in ("bounded", "inverted", "softmax"):
             raise UsageError(f"form={form!r}: allowed are 'bounded', 'inverted' and 'softmax'.")
         floor_K, ceiling_K = _shares("floor", floor, num_sources), _shares("ceiling", ceiling, num_sources)
@@ -66,6 +67,7 @@ class MixturePolicy(Discrete):
         self.register_buffer("ceiling_K", torch.tensor(ceiling_K), persistent=False)
         self.limited = max(floor_K) > 0 or min(ceiling_K) < 1
         self.register_buffer("log_prior_K", _log_prior(prior, num_sources, form), persistent=False)
+        self.sources = sources
         self.scores = nn.Parameter(torch.zeros(num_sources))
 
     log_prior_K: Tensor
@@ -100,19 +102,6 @@ def _log_prior(prior: Sequence[float] | None, num_sources: int, form: str) -> Te
             f"prior={list(prior)}: give one number for each of the {num_sources} sources, none below 0 and not all 0."
         )
     return torch.tensor([float(share) for share in prior]).log()
-
-
-def count_sources(num_sources: object) -> int:
-    """The number of sources, at least 2."""
-    try:
-        count = operator.index(num_sources)  # type: ignore[arg-type]
-    except TypeError:
-        count = 0
-    if count < 2:
-        raise UsageError(
-            f"num_sources={num_sources!r}: allowed are whole numbers from 2; with one source there is nothing to learn."
-        )
-    return count
 
 
 def cap(log_p_K: Tensor, log_ceiling_K: Tensor) -> Tensor:

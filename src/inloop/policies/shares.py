@@ -7,7 +7,7 @@ from torch import Tensor
 
 from inloop.errors import UsageError
 from inloop.policies.discrete import Discrete
-from inloop.policies.mixture import count_sources
+from inloop.policies.sources import count_sources
 
 
 class Shares(Discrete):

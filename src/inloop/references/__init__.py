@@ -1,9 +1,9 @@
-"""References: what judges a step. One file each; a user's own subclasses :class:`Reference`.
+"""References: what judges step t. One file each; your own subclasses :class:`Reference`.
 
-next        step t by the gradient of step t+1 (the paper)
-previous    step t by the gradient of step t-1
-held-out    step t by the gradient of a loss on held-out data, at θ_{t+1}
-trail       step t by the way from an average of earlier parameters to θ_t
+next        the gradient of step t+1 (the paper)
+previous    the gradient of step t-1
+held-out    the gradient of a loss on held-out data, at θ_{t+1}
+trail       the way from an average of earlier parameters to θ_t
 """
 
 from inloop.references.default import Named as Named

@@ -1,4 +1,4 @@
-"""The reference that a learner is given, by its short name or as an object."""
+"""A learner's reference, from a short name or an object."""
 
 from typing import Literal
 
@@ -14,7 +14,7 @@ Named = Literal["next", "previous", "trail"]
 
 
 def as_reference(reference: Named | HeldOutLoss | Reference) -> Reference:
-    """A reference by its short name, a held-out loss as one, or the reference itself."""
+    """Return the reference for a short name, for a held-out loss, or the given reference itself."""
     if isinstance(reference, Reference):
         return reference
     if callable(reference):

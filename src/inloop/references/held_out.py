@@ -15,7 +15,7 @@ HeldOutLoss = Callable[[], Tensor]
 
 
 class HeldOut(Reference):
-    """Step t is judged by a loss on held-out data, at the parameters that step t has led to.
+    """Judges step t by a loss on held-out data, at the parameters after step t.
 
     Args:
         loss: Takes no argument and returns a scalar loss of the model, with its graph.
@@ -36,10 +36,10 @@ class HeldOut(Reference):
 
 
 def held_out_judge(model: nn.Module, held_out_loss: HeldOutLoss, with_gradient: bool = True) -> Judge:
-    """The value and, if asked for, gradient of a loss at the model's present parameters.
+    """Return the value and, if ``with_gradient``, the gradient of a loss at the model's present parameters.
 
-    Leaves ``.grad`` and buffers alone: held-out data does not enter BatchNorm's running statistics. Only buffers that were changed are
-    written back: a write would spoil the graphs and tapes that have read them.
+    It leaves ``.grad`` and buffers alone: held-out data does not enter BatchNorm's running statistics. It writes back
+    only buffers that changed: a write would spoil the graphs and tapes that have read them.
     """
     before = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:

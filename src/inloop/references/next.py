@@ -5,7 +5,7 @@ from inloop.step import Judge, Step
 
 
 class Next(Reference):
-    """Step t is judged by step t+1: its gradient and its loss, at the parameters that step t has led to."""
+    """Judges step t by step t+1: its gradient and its loss, at the parameters after step t."""
 
     is_next_gradient = True
 

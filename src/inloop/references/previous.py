@@ -1,4 +1,4 @@
-"""The step before as the reference."""
+"""The previous step as the reference."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from inloop.step import Judge, Step
 
 
 class Previous(Reference):
-    """Step t is judged by the gradient of step t-1: known before the step, and a weaker judge."""
+    """Judges step t by the gradient of step t-1, which is known before the step and a weaker judge."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Previous(Reference):
         self._before = None
 
     def drop(self) -> None:
-        """Forget the gradient of the step before, too: after a step that is dropped it would be of the one before that."""
+        """Forget the previous gradient too: after a dropped step it would be that of two steps before."""
         super().drop()
         self._before = None
 
@@ -40,9 +40,8 @@ class Previous(Reference):
 
     def state_dict(self) -> dict[str, Any]:
         if self._before is None or any(is_sharded(value) for value in self._before.direction.values()):
-            self._before = (
-                None  # sharded, it would be a gradient of the whole model; the next step goes unrewarded, here, too
-            )
+            # A sharded one would be a gradient of the whole model. The next step goes unrewarded, in this run too.
+            self._before = None
             return {"previous": None}
         before = self._before
         return {"previous": {"direction": dict(before.direction), "loss": before.loss, "scale": before.scale}}

@@ -1,4 +1,4 @@
-"""The protocol of all references: which step is rewarded now, and what judges it."""
+"""The protocol of all references: which step to reward now, and what judges it."""
 
 from abc import ABC, abstractmethod
 from typing import Any
@@ -12,22 +12,24 @@ from inloop.step import Judge, Step
 
 
 class Reference(ABC):
-    """Matches steps with what judges them.
+    """Matches steps with their judges.
 
     Attributes:
         waiting: The step that waits for its judge; None if none does.
-        is_next_gradient: Whether the step that waits is judged by the gradient that is formed next, as it is. Then it can be rewarded
-            layer by layer while that gradient is formed.
-        is_gradient: Whether the direction is a gradient of a loss, which the optimizer's step is taken into account for; else it is a
-            displacement of the parameters, which has the optimizer in it.
-        zero_is_neutral: Whether a reward of zero means that an example had no effect on what judges it, and below it harm. (Every source of a
-            mixture may well be rewarded above zero by the next step: it is a part of it.)
+        is_next_gradient: Whether the next gradient, as it is, judges the waiting step. Then that step can be rewarded
+            layer by layer while the gradient forms.
+        is_gradient: Whether the direction is a gradient of a loss, for which rewards take the optimizer's step into
+            account; else it is a displacement of the parameters, which has the optimizer in it.
+        zero_is_neutral: Whether a reward of zero means that an example had no effect on its judge, and a reward below
+            zero means harm. (The next step may reward every source of a mixture above zero: each is a part of it.)
+        least_effect: The smallest advantage of a source, in standard deviations of a step's rewards, that counts for a verdict.
         is_training_data: Whether the judge comes from the mixture that is learned, which then may agree with itself.
     """
 
     is_next_gradient: bool = False
     is_gradient: bool = True
     zero_is_neutral: bool = False
+    least_effect: float = 0.02
     is_training_data: bool = True
 
     def __init__(self) -> None:
@@ -35,7 +37,7 @@ class Reference(ABC):
         self._is_attached = False
 
     def attach(self, model: nn.Module, reward: Reward) -> None:
-        """A learner takes the reference, for this model and reward."""
+        """Attach the reference to a learner with this model and reward."""
         if self._is_attached:
             raise UsageError(
                 f"This {type(self).__name__} belongs to another learner already. Fix: make one for each learner."
@@ -43,38 +45,38 @@ class Reference(ABC):
         self.begin(model, reward)
         self._is_attached = True
 
-    def begin(self, model: nn.Module, reward: Reward) -> None:  # noqa: B027  a reference may have nothing to begin with
-        """Begin anew with the model in training, and the reward that the judge is for. Raises if they do not go together."""
+    def begin(self, model: nn.Module, reward: Reward) -> None:  # noqa: B027  a reference may need no setup
+        """Begin anew with the model in training, and the reward to judge for. Raise if they do not go together."""
 
     def detach(self) -> None:
-        """The learner is closed."""
+        """Detach the reference from a closed learner."""
         self._is_attached = False
         self.drop()
 
     @abstractmethod
     def match(self, current: Step, now: Judge) -> tuple[Step | None, Judge]:
-        """The step that can be rewarded now, and what judges it.
+        """Return the step to reward now, if any, and its judge.
 
         Args:
-            current: The step that was just trained on; a plain one is never rewarded.
+            current: The step that just trained the model; a plain one is never rewarded.
             now: Its gradient and loss, before the optimizer moves the parameters.
         """
 
     def known_direction(self) -> Direction | None:
-        """The direction that judges the step that begins now, if it is known before its backward pass; ``match`` gives the same then."""
+        """Return the direction that ``match`` will give for the step that begins, if known before its backward pass."""
         return None
 
     def end_step(self) -> None:  # noqa: B027
-        """A step was judged, or begins to wait for its judge; the optimizer has not moved the parameters yet."""
+        """End a step that was judged or begins to wait; the optimizer has not moved the parameters yet."""
 
     def drop(self) -> None:
-        """Forget the step that waits."""
+        """Release and forget the waiting step."""
         if self.waiting is not None:
             self.waiting.release()
         self.waiting = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The state without the step that waits."""
+        """Return the state without the waiting step."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027

@@ -1,13 +1,13 @@
-"""The trail: an example is judged by the way that the parameters have come.
+"""The trail: the way that the parameters have come judges an example.
 
     m_0 = θ_0        d_t = m_{t-1} - θ_t        r_i = <∇l_i(θ_t), d_t>        m_t = b m_{t-1} + (1 - b) θ_t
 
-r_i is how fast the loss of example i falls along the way from an average of the earlier parameters to the present ones. d_t is known before
-the backward pass of step t and has no part of that step in it: each layer's call is aligned when its gradient arrives, and nothing is kept.
+r_i is how fast the loss of example i falls along the way from an average of earlier parameters to the present ones. d_t
+is known before the backward pass of step t and has no part of it. So each call is aligned at once, and none is kept.
 
 In a network without biases that is homogeneous in L layers, ``<∇l_i(θ), -θ>`` is L times the margin of example i,
-``f_y - sum_k p_k f_k``. So a long trail sees, early and at any batch size, which labels do not go with the rest. It does not tell hard
-examples from wrong ones, and it likes what is learned without being of use (images of noise, each with its label).
+``f_y - sum_k p_k f_k``. So a long trail sees, early and at any batch size, which labels do not go with the rest. It
+does not tell hard examples from wrong ones, and favours useless ones that are learned (noise, each with its label).
 """
 
 import weakref
@@ -25,9 +25,9 @@ from inloop.step import Judge, Step
 
 
 class Trail(Reference):
-    """Step t is judged by the displacement ``m_{t-1} - θ_t``, with m a moving average of the parameters.
+    """Judges step t by the displacement ``m_{t-1} - θ_t``, with m a moving average of the parameters.
 
-    While nothing has moved yet, nothing is rewarded. A copy of the trainable parameters is kept, in float32 for those in half precision.
+    It rewards nothing until the parameters move. It keeps a copy of the trainable ones, in float32 if they are in half.
 
     Args:
         decay: b; the average looks back over about 1 / (1 - b) steps.
@@ -35,6 +35,8 @@ class Trail(Reference):
 
     is_gradient = False
     zero_is_neutral = True
+    # A trail sees the same of an example in every step: equal sources differ by the examples that they happen to have.
+    least_effect = 0.1
 
     def __init__(self, decay: float = 0.995) -> None:
         super().__init__()
@@ -96,11 +98,11 @@ class Trail(Reference):
         return [] if model is None else list(model.named_parameters())
 
     def _parameters(self) -> dict[str, Tensor]:
-        """Those that are not frozen."""
+        """Return the parameters that are not frozen."""
         return {name: parameter.detach() for name, parameter in self._named() if parameter.requires_grad}
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages; sharded ones as they are, in parts."""
+        """Return the averages, sharded ones as they are, in parts."""
         return {"averages": {name: value.clone() for name, value in self._averages.items()}, "moved": self._has_moved}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -112,6 +114,6 @@ class Trail(Reference):
 
 
 def _precise(parameter: Tensor) -> Tensor:
-    """A copy, in float32 if the parameter has less: steps of an average are too small for half precision."""
+    """Return a copy, in float32 if the parameter has less: steps of an average are too small for half precision."""
     half = parameter.dtype in (torch.float16, torch.bfloat16)
     return parameter.detach().to(torch.float32) if half else parameter.detach().clone()

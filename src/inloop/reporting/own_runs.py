@@ -109,7 +109,7 @@ def _table(records: Sequence[Record], group: str, choices: Sequence[str]) -> str
     head = ["choice", "first share", "final share", "mean share", "mean reward", "steps rewarded", "effective epochs"]
     text = (
         "Mean reward: over the recorded steps that rewarded this choice. Rewards of early steps are larger, as gradients are; "
-        "inloop.RewardStatistics says whether a source is bad."
+        "print(learner) says which source pulls against the others."
     )
     return html_table(head, rows) + note(text)
 

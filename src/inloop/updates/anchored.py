@@ -1,22 +1,22 @@
 """An update rule that is anchored at a prior and moves on evidence.
 
-The policy's parameters φ are logits, and φ_0, those that it begins with, are its prior. For every parameter j the rule estimates the advantage
-a_j of what raising φ_j makes likelier, from the score functions s_i = ∂log p(a_i; φ)/∂φ_j of all examples so far and their normalised
-rewards w_i (mean 0 and deviation 1 within a step):
+The policy's parameters φ are logits; their initial values φ_0 are its prior. For every parameter j the rule estimates
+the advantage a_j of the choices that a higher φ_j makes likelier, from the score functions s_i = ∂log p(a_i; φ)/∂φ_j of
+all examples so far and their normalised rewards w_i (mean 0 and deviation 1 within a step):
 
     a_j = X_j / Y_j,    X_j = sum_i w_i s_i,    Y_j = sum_i s_i²,    se_j = sqrt(max(V_j, Y_j)) / Y_j
 
-For a softmax this is the mean reward of choice j minus that of the others. V_j is the variance of X_j over steps; examples of one
-step share a judge, so steps are the unit. Y_j, the variance if they did not, is a lower bound, which matters at the first steps. Then
+For a softmax this is the mean reward of choice j minus that of the others. V_j is the variance of X_j - a_j Y_j over
+steps: examples of one step share a judge. Y_j, the variance if they did not, is a lower bound for the first steps. Then
 
     φ_j = φ_0j + clip(S(a_j) / temperature),    S(a) = sign(a) max(0, |a| - caution se)
 
-so a choice that is not certain to be better or worse stays at its prior, however long it wanders. The clip keeps e^-3 of the prior's odds
-for a choice that is dropped, so that it is seen if it becomes good, and lets none have more than twice its odds. Evidence is forgotten by
-evidence: beyond ``memory`` examples, what is new takes the place of what is old. A choice that is seldom drawn forgets slowly.
+So a choice that is not certain to be better or worse stays at its prior, however long its estimate wanders. The clip
+keeps e^-3 of the prior's odds for a dropped choice, so that it is seen if it becomes good, and at most doubles a
+choice's odds. Beyond ``memory`` examples, new evidence replaces old. A choice that is seldom drawn forgets slowly.
 
-Where a reward of zero means "no effect" (``Reference.zero_is_neutral``), a choice must be worse than nothing *and* worse than the others: S is
-then the smaller of the two effects, the other one being the mean reward of choice j itself, in standard deviations; nothing is raised.
+Where a reward of zero means "no effect" (``Reference.zero_is_neutral``), a choice must also be worse than nothing, by
+its own mean reward in standard deviations. S is then the smaller of the two effects, and the rule raises no choice.
 """
 
 import math
@@ -33,8 +33,8 @@ from inloop.step import Draw
 from inloop.updates.reinforce import normalise, trainable
 from inloop.updates.update import Update
 
-LOWEST, HIGHEST = -3.0, math.log(2)  # of φ - φ_0
-LEAST_STEPS = 10  # with evidence of fewer, a parameter stays
+LOWEST, HIGHEST = -3.0, math.log(2)  # limits of φ - φ_0
+LEAST_STEPS = 10  # a parameter with evidence of fewer stays
 EVERY = 10  # rewarded steps between two changes of the policy
 
 
@@ -42,7 +42,7 @@ class Evidence:
     """A ratio of two sums over examples, ``X / Y``, for each of J parameters, with its standard error over steps.
 
     Args:
-        memory: The number of examples, by the sum of their squared weights, beyond which the old make room for the new.
+        memory: How many examples, by the sum of their squared weights, to remember before new ones replace old ones.
     """
 
     def __init__(self, num_parameters: int, memory: float) -> None:
@@ -51,12 +51,12 @@ class Evidence:
         self.sums = torch.zeros(6, num_parameters, dtype=torch.float64)
 
     def add(self, x_J: Tensor, y_J: Tensor, squares_J: Tensor) -> None:
-        """One step."""
+        """Add the sums of one step."""
         self.sums += torch.stack([x_J, y_J, x_J**2, x_J * y_J, y_J**2, squares_J])
         self.sums *= (self._memory / self.sums[5].clamp_min(1e-12)).clamp_max(1.0)
 
     def estimate(self) -> tuple[Tensor, Tensor]:
-        """The ratio and its standard error, [J] each; the error is infinite without enough evidence."""
+        """Return the ratio and its standard error, [J] each; the error is infinite without enough evidence."""
         x, y, xx, xy, yy, squares = self.sums
         ratio = x / y.clamp_min(1e-12)
         steps = y**2 / yy.clamp_min(1e-12)
@@ -65,7 +65,7 @@ class Evidence:
         return ratio, torch.where(steps >= LEAST_STEPS, error, torch.inf)
 
     def certain(self, caution: float) -> Tensor:
-        """S: the part of the ratio that lies beyond ``caution`` standard errors."""
+        """Return S: the part of the ratio beyond ``caution`` standard errors."""
         ratio, error = self.estimate()
         return ratio.sign() * (ratio.abs() - caution * error).clamp_min(0)
 
@@ -74,9 +74,9 @@ class Anchored(Update):
     """Moves each parameter away from its prior as far as the evidence for its advantage goes.
 
     Args:
-        temperature: The advantage, in standard deviations of a step's rewards, that changes a choice's odds by a factor of e.
-        caution: How many standard errors of an advantage are held against it.
-        memory: The number of examples that evidence is remembered for.
+        temperature: The advantage, in standard deviations of a step's rewards, that changes a choice's odds e-fold.
+        caution: How many standard errors to subtract from an advantage.
+        memory: How many examples the evidence covers.
     """
 
     def __init__(self, temperature: float = 0.03, caution: float = 3.0, memory: float = 4000.0) -> None:
@@ -112,7 +112,7 @@ class Anchored(Update):
         scores_NJ = torch.cat([scores(draw) for draw in draws])
         squares_J = scores_NJ.square().sum(dim=0)
         self._against_others.add(weights_N @ scores_NJ, squares_J, squares_J)
-        raised_NJ = scores_NJ.clamp_min(0)  # of the examples that raising φ_j makes likelier
+        raised_NJ = scores_NJ.clamp_min(0)  # scores of the examples that raising φ_j makes likelier
         gained_J = rewards_N / rewards_N.std() @ raised_NJ
         self._against_nothing.add(gained_J, raised_NJ.sum(dim=0), raised_NJ.square().sum(dim=0))
         self._num_steps += 1
@@ -153,7 +153,7 @@ class Anchored(Update):
 
 
 def scores(draw: Draw) -> Tensor:
-    """``∂log p(a_i; φ)/∂φ_j`` for the rewarded examples of a draw, [N, J], at the parameters that drew them."""
+    """Return ``∂log p(a_i; φ)/∂φ_j`` for the rewarded examples of a draw, [N, J], at the parameters that drew them."""
     parameters = trainable(draw.policy)
     with torch.enable_grad():
         log_prob_N = draw.policy.log_prob(draw.rewarded)

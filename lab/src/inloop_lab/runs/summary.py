@@ -2,8 +2,7 @@
 
 import math
 from collections.abc import Sequence
-
-from inloop.verdict import t_quantile
+from statistics import NormalDist
 
 # t(0.975, df) for df = 1, 2, ...
 _T = (
@@ -26,3 +25,14 @@ def mean_and_interval(values: Sequence[float]) -> tuple[float, float]:
 
 def show_interval(mean: float, half_width: float, digits: int = 3) -> str:
     return f"{mean:.{digits}f}" if math.isnan(half_width) else f"{mean:.{digits}f} ± {half_width:.{digits}f}"
+
+
+def t_quantile(probability: float, degrees: float) -> float:
+    """The quantile of Student's t, by Cornish and Fisher's expansion; within 4% from 4 degrees of freedom on, up to probability 0.999."""
+    z = NormalDist().inv_cdf(probability)
+    return (
+        z
+        + (z**3 + z) / (4 * degrees)
+        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
+        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * degrees**3)
+    )

@@ -4,7 +4,7 @@ The *area* of split k (Table 1) is (K - 1) times the trapezoid mean over epochs 
 epoch: uniform sampling gives (K - 1) / K, never using a split 0, and no split can have more than 1 (inverted softmax).
 """
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from inloop.learner import InLoop
 from inloop.mixture import Mixture
 from inloop.policies import Discrete, MixturePolicy, Shares
 from inloop.updates import Exp3, FollowLosses, Reinforce, Update
-from inloop.verdict import RewardStatistics
+from inloop.verdicts import SourceVerdict
 from inloop_lab.data.images import ImageData, to_input
 from inloop_lab.networks.small import make_network
 from inloop_lab.runs.seed import Bar
@@ -43,7 +43,6 @@ class SplitExperiment:
         self.model = make_network(settings.network, data.train_x.shape[1:], data.num_classes)
         self.optimizer = make_optimizer(settings.optimizer, self.model)
         self.policy = make_policy(settings)
-        self.statistics = RewardStatistics(settings.sources)
         self.learner = self._make_learner()
         self.epochs: list[dict[str, Any]] = []
 
@@ -59,7 +58,6 @@ class SplitExperiment:
             reference=self.held_out_loss if settings.reference == "heldout" else settings.reference,
             update=make_update(settings),
             record=Recording(layers=only_linear if settings.layers == "linear" else None),
-            callback=self.statistics,
         )
 
     def held_out_loss(self) -> Tensor:
@@ -109,6 +107,8 @@ class SplitExperiment:
         areas_K = areas([epoch["probabilities"] for epoch in self.epochs])
         noisy = noisy_split(settings.noise)
         others = [area for k, area in enumerate(areas_K) if k != noisy]
+        statistics = self.learner.statistics if settings.reward == "gar" else None
+        verdicts = [] if statistics is None else statistics.verdicts()
         return {
             "seed": self.seed,
             "network": settings.network,
@@ -116,9 +116,9 @@ class SplitExperiment:
             "noisy_area": None if noisy is None else areas_K[noisy],
             "other_area": sum(others) / len(others),
             "test_accuracy": self.test_accuracy(),
-            "named": self.statistics.bad_sources() if settings.reward == "gar" else [],
+            "named": [verdict.source for verdict in verdicts if verdict.flagged],
             "areas": areas_K,
-            "sources": [asdict(verdict) for verdict in self.statistics.verdicts()] if settings.reward == "gar" else [],
+            "sources": [row_of(verdict) for verdict in verdicts],
             "effective_epochs": self.mixture.effective_epochs().tolist(),
             "epochs": self.epochs,
         }
@@ -130,7 +130,6 @@ class SplitExperiment:
             "mixture": self.mixture.state_dict(),
             # It drops the step that waits for its reward; train_to_end calls it after every epoch, saved or not.
             "learner": self.learner.state_dict(),
-            "statistics": self.statistics.state_dict(),
             "torch": torch.get_rng_state(),
         }
 
@@ -139,8 +138,13 @@ class SplitExperiment:
         self.optimizer.load_state_dict(state["optimizer"])
         self.mixture.load_state_dict(state["mixture"])
         self.learner.load_state_dict(state["learner"])
-        self.statistics.load_state_dict(state["statistics"])
         torch.set_rng_state(state["torch"])
+
+
+def row_of(verdict: SourceVerdict) -> dict[str, Any]:
+    """The verdict as it is kept in a result."""
+    numbers = {name: getattr(verdict, name) for name in ("source", "examples", "advantage", "low", "high")}
+    return {**numbers, "bad": verdict.flagged}
 
 
 def hold_out(data: ImageData, batch: int) -> tuple[tuple[Tensor, Tensor], ImageData]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from inloop.report import describe_collapse, effective_number, is_collapsing
 from inloop.reporting.html import html_figure, html_table, note
-from inloop.verdict import LEAST_EFFECT
+from inloop.verdicts.verdict import LEAST_EFFECT
 from inloop_lab.runs.finished import FinishedRun, comparable, read_runs
 from inloop_lab.runs.summary import mean_and_interval, show_interval
 from inloop_lab.splits.figures import figure_2

@@ -1,0 +1,97 @@
+"""Which step is rewarded now, and by which direction: the reference's judge, seen through the optimizer.
+
+    r_i = <∇l_i(θ_t), Pᵀ g_ref>          P = -∂(θ_{t+1} - θ_t) / ∂g_t, the identity without an optimizer
+
+A reference whose direction is a gradient is multiplied by Pᵀ; a displacement of the parameters has the optimizer in it already.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from inloop.alignment import Direction, Tape
+from inloop.alignment.direction import Compute, Computed
+from inloop.errors import UsageError
+from inloop.optimizers import StepDerivative, as_derivative
+from inloop.references import Reference
+from inloop.step import Judge, Step
+
+NOT_TAKEN = "the optimizer has not stepped since the last learner.step, so the step before had no effect"
+
+
+class Judging:
+    """A reference, and the derivative of the optimizer's steps if the learner knows its optimizer."""
+
+    def __init__(self, reference: Reference) -> None:
+        self.reference = reference
+        self.derivative: StepDerivative | None = None
+        self._known: Direction | None = None  # the direction that judges the open step, if it is known already
+
+    def use_optimizer(self, model: nn.Module, optimizer: object) -> None:
+        """Reward the steps of this optimizer from here on; None for none."""
+        derivative = as_derivative(model, optimizer)
+        if self.derivative is not None:
+            self.derivative.remove()
+        self.derivative = derivative
+
+    @property
+    def waiting(self) -> Tape | None:
+        """The tape of the step that waits for its judge."""
+        return None if self.reference.waiting is None else self.reference.waiting.tape
+
+    @property
+    def _applied(self) -> StepDerivative | None:
+        return self.derivative if self.reference.is_gradient else None
+
+    @property
+    def of_last_step(self) -> Compute | None:
+        """Turns the gradient that judges the step that waits into Pᵀ g; None for the identity."""
+        return None if self._applied is None else self._applied.of_last_step
+
+    def open(self) -> Direction | None:
+        """Begin a step. Returns the direction that judges it, if that is known before its backward pass."""
+        known = self.reference.known_direction()
+        if known is not None and self._applied is not None:
+            known = Computed(known, self._applied.of_next_step)
+        self._known = known
+        return known
+
+    def match(self, current: Step, now: Judge) -> tuple[Step | None, Judge, str | None]:
+        """The step that can be rewarded now, its judge, and why the step that waited was dropped, if it was."""
+        problem = self._drop_step_not_taken()
+        step, judge = self.reference.match(current, now)
+        if step is current and self._known is not None:
+            judge = replace(judge, direction=self._known)
+        elif self._applied is not None:
+            compute = self._applied.of_next_step if step is current else self._applied.of_last_step
+            judge = replace(judge, direction=Computed(judge.direction, compute))
+        return step, judge, problem
+
+    def _drop_step_not_taken(self) -> str | None:
+        """Drop the step that waits if the optimizer skipped it: it had no effect to judge."""
+        if self.derivative is None or self.derivative.has_stepped or self.reference.waiting is None:
+            return None
+        self.reference.drop()
+        return NOT_TAKEN
+
+    def end_step(self) -> None:
+        """The step is over; the optimizer has not moved the parameters yet."""
+        self.reference.end_step()
+        if self.derivative is not None:
+            self.derivative.mark()
+
+    def state_dict(self) -> dict[str, Any]:
+        optimizer = None if self.derivative is None else self.derivative.state_dict()
+        return {"reference": self.reference.state_dict(), "optimizer": optimizer}
+
+    def refuse_other_state(self, state: dict[str, Any]) -> None:
+        """Raise if the state is of a learner that knew its optimizer and this one does not, or the other way round."""
+        if (state["optimizer"] is None) != (self.derivative is None):
+            had, has = ("without", "has") if state["optimizer"] is None else ("with", "has not")
+            raise UsageError(f"The state is of a learner {had} optimizer=, which this one {has}. Fix: make it alike.")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.reference.load_state_dict(state["reference"])
+        if self.derivative is not None:
+            self.derivative.load_state_dict(state["optimizer"])

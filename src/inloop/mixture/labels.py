@@ -1,0 +1,41 @@
+"""The labels of a source: their entropy is the loss of the best constant prediction."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inloop.mixture.sources import IndexedSource, Source
+
+MOST_EXAMPLES = 1000
+
+
+def label_entropy(source: Source) -> float:
+    """The entropy of the frequencies of a source's labels, in nats, from some of its examples; nan if they have no integer labels."""
+    if not isinstance(source, IndexedSource):
+        return math.nan
+    rows = torch.linspace(0, source.size - 1, min(source.size, MOST_EXAMPLES)).round().long().unique().tolist()
+    labels = [label_of(source.dataset[row]) for row in rows]
+    if any(label is None for label in labels):
+        return math.nan
+    known = torch.cat([label.flatten() for label in labels if label is not None])
+    counts = torch.bincount(known[known >= 0])
+    frequencies = counts[counts > 0] / counts.sum()
+    return float(-(frequencies * frequencies.log()).sum()) if len(frequencies) else math.nan
+
+
+def label_of(example: Any) -> Tensor | None:
+    """The integer label or labels of an example; None if it has none."""
+    label = None
+    if isinstance(example, dict):
+        label = next((example[name] for name in ("labels", "label") if name in example), None)
+    elif isinstance(example, (tuple, list)) and len(example) > 1:
+        label = example[-1]
+    if isinstance(label, (bool, float)) or label is None:
+        return None
+    try:
+        label = torch.as_tensor(label)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    return None if label.is_floating_point() or label.is_complex() else label.long()

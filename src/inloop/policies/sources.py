@@ -1,0 +1,70 @@
+"""What is known of the sources that a policy chooses among: names, sizes, and the loss of a constant prediction for each."""
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any, Protocol, cast
+
+from inloop.errors import UsageError
+
+
+class Sources(Protocol):
+    """A mixture, as far as a policy needs it."""
+
+    @property
+    def names(self) -> Sequence[str]: ...
+
+    def sizes(self) -> Sequence[int | None]: ...
+
+    def constant_losses(self) -> Sequence[float]: ...
+
+
+class SourceInfo:
+    """Names, sizes and constant losses of K sources.
+
+    Copies of a policy share it, and pickles have the names only: it may refer to a whole mixture.
+    """
+
+    def __init__(self, names: Sequence[str], mixture: Sources | None = None) -> None:
+        self.names = list(names)
+        self._mixture = mixture
+
+    @classmethod
+    def of(cls, sources: object) -> "SourceInfo":
+        """Of a number of sources, of a mixture, or of an info itself."""
+        if isinstance(sources, SourceInfo):
+            return sources
+        if hasattr(sources, "names") and hasattr(sources, "constant_losses"):
+            mixture = cast(Sources, sources)
+            return cls(mixture.names, mixture)
+        return cls([str(number) for number in range(count_sources(sources))])
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def sizes(self) -> Sequence[int | None]:
+        """The number of examples of each source; None if it is not known."""
+        return [None] * len(self) if self._mixture is None else self._mixture.sizes()
+
+    def constant_losses(self) -> Sequence[float]:
+        """The loss of a constant prediction from the frequencies of each source's labels; nan if they are not known."""
+        return [math.nan] * len(self) if self._mixture is None else self._mixture.constant_losses()
+
+    def __deepcopy__(self, memo: Any) -> "SourceInfo":
+        return self
+
+    def __reduce__(self) -> Any:
+        return SourceInfo, (self.names,)
+
+
+def count_sources(num_sources: object) -> int:
+    """The number of sources, at least 2."""
+    try:
+        count = operator.index(num_sources)  # type: ignore[arg-type]
+    except TypeError:
+        count = 0
+    if count < 2:
+        raise UsageError(
+            f"num_sources={num_sources!r}: allowed are whole numbers from 2, and a Mixture; with one source there is nothing to learn."
+        )
+    return count

@@ -1,0 +1,92 @@
+"""How a source's examples are rewarded, compared with all others: the advantage, and an interval that stays valid however often one looks.
+
+For every rewarded step t and source k, the *advantage* is in standard deviations of the step's rewards:
+
+    d_tk = (mean reward of source k - mean reward of the others) / std of all rewards of the step
+
+The mean over steps weights each step by its number n_tk of examples. The standard error se takes a step as the unit, since examples of a
+step share the judge. The interval is a confidence sequence (Robbins' normal mixture): the chance that it *ever* leaves out the true mean, over
+all looks of a run, is at most α. With n steps
+
+    mean ± se sqrt((1 + 1 / (n ρ)) (2 log(1 / α) + log(1 + n ρ))),      α = (1 - level) / K
+
+It is narrowest, for its α, at about ``BEST_AT`` steps. α is divided by the number of sources (Bonferroni).
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inloop.errors import UsageError
+
+LEAST_STEPS = 20  # with fewer the error itself is too uncertain, and there is no interval
+BEST_AT = 100
+
+
+class Advantages:
+    """The mean advantage of each of K sources, from sums over steps."""
+
+    def __init__(self, num_sources: int) -> None:
+        self.num_steps = 0
+        # sums over steps of n, n d, n², n² d, n² d²
+        self._sums = torch.zeros(5, num_sources, dtype=torch.float64)
+
+    def add(self, count_K: Tensor, mean_K: Tensor, std: float) -> None:
+        """Add the rewards of one step. Steps with equal rewards do not count."""
+        if not std > 0:
+            return
+        n_K = count_K.double().cpu()
+        d_K = advantage(n_K, mean_K.double().cpu(), std)
+        n_K = torch.where(d_K.isnan(), 0.0, n_K)
+        d_K = d_K.nan_to_num(0.0)
+        self._sums += torch.stack([n_K, n_K * d_K, n_K**2, n_K**2 * d_K, n_K**2 * d_K**2])
+        self.num_steps += 1
+
+    @property
+    def examples_K(self) -> Tensor:
+        """Rewarded examples of each source."""
+        return self._sums[0]
+
+    def estimate(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The mean advantage of each source, its standard error, and the number of steps they rest on, [K] each.
+
+        Steps with unequal numbers of examples count as fewer: as many as would be as precise with equal numbers.
+        """
+        n_K, nd_K, n2_K, n2d_K, n2d2_K = self._sums
+        mean_K = nd_K / n_K
+        steps_K = n_K**2 / n2_K
+        variance_K = (n2d2_K - 2 * mean_K * n2d_K + mean_K**2 * n2_K).clamp_min(0) / n_K**2 * steps_K / (steps_K - 1)
+        return mean_K, variance_K.sqrt(), steps_K
+
+    def interval(self, level: float) -> tuple[Tensor, Tensor]:
+        """The ends of the interval of each source, [K] each; nan with too few steps."""
+        mean_K, error_K, steps_K = self.estimate()
+        errors_K = torch.tensor([width(float(n), (1 - level) / len(mean_K)) for n in steps_K], dtype=torch.float64)
+        return mean_K - errors_K * error_K, mean_K + errors_K * error_K
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_steps": self.num_steps, "sums": self._sums.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["sums"].shape != self._sums.shape:
+            raise UsageError(f"The state is of {state['sums'].shape[1]} sources; this has {self._sums.shape[1]}.")
+        self.num_steps = state["num_steps"]
+        self._sums.copy_(state["sums"])
+
+
+def width(steps: float, alpha: float) -> float:
+    """Half the interval's width in standard errors after ``steps`` steps; nan with too few."""
+    if not steps >= LEAST_STEPS:  # also for nan: never seen
+        return math.nan
+    log_alpha = -2 * math.log(alpha)
+    rho = (log_alpha + math.log(1 + log_alpha)) / BEST_AT
+    return math.sqrt((1 + 1 / (steps * rho)) * (log_alpha + math.log(1 + steps * rho)))
+
+
+def advantage(n_K: Tensor, mean_K: Tensor, std: float) -> Tensor:
+    """``(mean of k - mean of the others) / std``; nan for a source without examples, or with all of them."""
+    sums_K = n_K * mean_K.nan_to_num(0.0)
+    others_K = (sums_K.sum() - sums_K) / (n_K.sum() - n_K)
+    return (mean_K - others_K) / std

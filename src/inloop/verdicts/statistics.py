@@ -1,0 +1,176 @@
+"""The statistics of a learner's sources, and the table of verdicts that it prints. Axis K counts the sources."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inloop.errors import UsageError
+from inloop.policies import Actions, Discrete, Policy, Product, RewardSummary, SourceInfo
+from inloop.report import StepReport
+from inloop.step import Draw
+from inloop.verdicts.advantage import Advantages
+from inloop.verdicts.losses import SourceLosses
+from inloop.verdicts.verdict import LEAST_EFFECT, LossEvidence, SourceVerdict, word_for
+
+
+class SourceStatistics:
+    """Examples, rewards and losses of each source. Printed, it is a table of verdicts.
+
+    A learner keeps one, ``learner.statistics``. For reports from elsewhere, make one and call :meth:`add` with each.
+
+    Args:
+        sources: The number of sources, or a mixture, which has their names, sizes and labels.
+        level: The probability that no source is ever flagged by chance in a run, if all are equal.
+        least_effect: The smallest advantage, in standard deviations of a step's rewards, that counts.
+    """
+
+    def __init__(self, sources: object, level: float = 0.95, least_effect: float = LEAST_EFFECT) -> None:
+        if not 0 < level < 1:
+            raise UsageError(f"level={level}: allowed are numbers between 0 and 1.")
+        self.sources = SourceInfo.of(sources)
+        self.level, self.least_effect = level, least_effect
+        num_sources = len(self.sources)
+        self.drawn_K = torch.zeros(num_sources, dtype=torch.float64)
+        self.shares_K = torch.full((num_sources,), torch.nan, dtype=torch.float64)
+        self.advantages = Advantages(num_sources)
+        self.losses = SourceLosses(num_sources)
+
+    def add(self, report: StepReport) -> None:
+        """Add the rewards of one step."""
+        if report.shares:
+            self.shares_K = torch.tensor(report.shares, dtype=torch.float64)
+        if isinstance(report.rewards, dict) and "source" not in report.rewards:
+            found = ", ".join(report.rewards)
+            raise UsageError(
+                f"The policy has no factor 'source', only {found}. Fix: give its mixture that name in the Product."
+            )
+        rewards = report.rewards["source"] if isinstance(report.rewards, dict) else report.rewards
+        if not isinstance(rewards, RewardSummary):
+            return
+        if len(rewards.count_K) != len(self.sources):
+            raise UsageError(
+                f"SourceStatistics({len(self.sources)}) got the rewards of {len(rewards.count_K)} sources. Fix: SourceStatistics({len(rewards.count_K)})."
+            )
+        self.advantages.add(rewards.count_K, rewards.mean_K, report.reward_std)
+
+    __call__ = add
+
+    def count(self, draws: Sequence[Draw], losses_N: Tensor | None) -> None:
+        """Add the examples that a step was trained on: those of all processes, and the losses of this process's own."""
+        for draw in draws:
+            self.drawn_K += torch.bincount(source_of(draw.everyone), minlength=len(self.sources))
+        if losses_N is not None:
+            self.losses.add(torch.cat([source_of(draw.actions) for draw in draws]), losses_N)
+
+    @property
+    def epochs_K(self) -> Tensor:
+        """Effective epochs of each source; nan if its size is not known."""
+        return self.drawn_K / torch.tensor([math.nan if n is None else n for n in self.sources.sizes()])
+
+    def verdicts(self) -> list[SourceVerdict]:
+        """A verdict for each source."""
+        mean_K, *_ = self.advantages.estimate()
+        low_K, high_K = self.advantages.interval(self.level)
+        evidence, epochs_K = self._loss_evidence(), self.epochs_K
+        overall = float(self.drawn_K.sum() / (self.drawn_K / epochs_K).sum())
+        return [
+            SourceVerdict(
+                source=k,
+                name=self.sources.names[k],
+                share=float(self.shares_K[k]),
+                examples=int(max(self.drawn_K[k], self.advantages.examples_K[k])),
+                epochs=float(epochs_K[k]),
+                advantage=float(mean_K[k]),
+                low=float(low_K[k]),
+                high=float(high_K[k]),
+                losses=evidence[k],
+                word=word_for(
+                    float(low_K[k]), float(high_K[k]), float(epochs_K[k]), overall, evidence[k], self.least_effect
+                ),
+            )
+            for k in range(len(self.sources))
+        ]
+
+    def _loss_evidence(self) -> Sequence[LossEvidence | None]:
+        first_K, recent_K, error_K = self.losses.first_K, self.losses.recent_K, self.losses.error_K
+        if bool(recent_K.isnan().all()):
+            return [None] * len(self.sources)
+        constant_K = torch.tensor(self.sources.constant_losses(), dtype=torch.float64)
+        # The others learn if most of them do: a few may be bad, too.
+        learns_K = (recent_K + 2 * error_K < constant_K).double()
+        others_K = (learns_K.sum() - learns_K) / max(1, len(learns_K) - 1)
+        values = zip(*(v.tolist() for v in (first_K, recent_K, error_K, constant_K, others_K)), strict=True)
+        return [
+            LossEvidence(first, recent, error, constant, most >= 0.5) for first, recent, error, constant, most in values
+        ]
+
+    def flagged(self) -> list[int]:
+        """The sources that are flagged."""
+        return [verdict.source for verdict in self.verdicts() if verdict.flagged]
+
+    def __str__(self) -> str:
+        return table(self.verdicts(), self.level)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "drawn": self.drawn_K.clone(),
+            "shares": self.shares_K.clone(),
+            "advantages": self.advantages.state_dict(),
+            "losses": self.losses.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.advantages.load_state_dict(state["advantages"])
+        self.losses.load_state_dict(state["losses"])
+        self.drawn_K.copy_(state["drawn"])
+        self.shares_K = state["shares"].clone()
+
+
+def statistics_for(policy: Policy, least_effect: float) -> SourceStatistics | None:
+    """Statistics of a policy's sources: its own choices or, of a product, those of its factor "source"; None if it has no such choice."""
+    factor = policy.factors["source"] if isinstance(policy, Product) and "source" in policy.factors else policy
+    if not isinstance(factor, Discrete) or factor.given is not None:
+        return None
+    return SourceStatistics(getattr(factor, "sources", factor.num_choices), least_effect=least_effect)
+
+
+def source_of(actions: Actions) -> Tensor:
+    """The source of each example, of a mixture's actions or a product's."""
+    source_N = actions["source"] if isinstance(actions, dict) else actions
+    assert isinstance(source_N, Tensor)
+    return source_N.cpu()
+
+
+def table(verdicts: Sequence[SourceVerdict], level: float) -> str:
+    """The verdicts as text: one line a source, and below them a sentence for each source that is not ok."""
+    columns = {
+        "source": [v.name for v in verdicts],
+        "share": [_number(v.share, ".3f") for v in verdicts],
+        "examples": [f"{v.examples:,}" for v in verdicts],
+        "epochs": [_number(v.epochs, ".1f") for v in verdicts],
+        "advantage": [_number(v.advantage, "+.2f") for v in verdicts],
+        f"{level:.0%} interval": ["" if math.isnan(v.low) else f"{v.low:+.2f} to {v.high:+.2f}" for v in verdicts],
+        "loss": [_course(v.losses) for v in verdicts],
+        "verdict": [v.word for v in verdicts],
+    }
+    shown = {head: cells for head, cells in columns.items() if any(cells) or head == "advantage"}
+    widths = {head: max(len(cell) for cell in (head, *cells)) for head, cells in shown.items()}
+    left = ("source", "verdict")
+    lines = [
+        "  ".join(
+            f"{cell:<{widths[head]}}" if head in left else f"{cell:>{widths[head]}}" for head, cell in row
+        ).rstrip()
+        for row in ([*zip(shown, cells, strict=True)] for cells in (list(shown), *zip(*shown.values(), strict=True)))
+    ]
+    return "\n".join([*lines, *(f"{v.name}: {v.reason}" for v in verdicts if v.reason)])
+
+
+def _course(losses: LossEvidence | None) -> str:
+    return "" if losses is None or math.isnan(losses.recent) else f"{losses.first:.2f} to {losses.recent:.2f}"
+
+
+def _number(value: float, form: str) -> str:
+    return "" if math.isnan(value) else format(value, form)

@@ -1,0 +1,109 @@
+"""What the evidence supports, in words. Wrong, different and hard are not the same, and no reward alone tells them apart.
+
+flagged      the source pulls against the others: its whole interval lies below ``-least_effect``. A certain but tiny difference does not count.
+             If losses are known, this is refined:
+  bad        its loss does not fall below that of a constant prediction from its own label frequencies, while the others' does;
+  different  it learns: different from the others, or partly wrong. Look at it; keep it with a floor if you need it.
+seen too often   its examples were seen more than ``MOST_EPOCHS`` times each, and that often compared with the examples of all sources.
+undecided    the interval contains ``-least_effect``, or there is none yet.
+ok           none of these.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+Word = Literal["ok", "flagged", "bad", "different or partly wrong", "seen too often", "undecided"]
+
+LEAST_EFFECT = 0.02
+MOST_EPOCHS = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class LossEvidence:
+    """How the loss of a source moves.
+
+    Attributes:
+        first, recent: The mean loss of the source's first examples, and of its recent ones.
+        error: The standard error of the recent loss.
+        constant: The loss of a constant prediction from the frequencies of the source's labels; nan if they are not known.
+        others_learn: Whether the recent loss of the other sources is below that of their constant predictions.
+    """
+
+    first: float
+    recent: float
+    error: float
+    constant: float
+    others_learn: bool
+
+    @property
+    def learns(self) -> bool | None:
+        """Whether the recent loss is below the constant prediction's; None if that cannot be said."""
+        if math.isnan(self.recent) or math.isnan(self.constant) or not self.others_learn:
+            return None
+        return self.recent + 2 * self.error < self.constant
+
+
+@dataclass(frozen=True, slots=True)
+class SourceVerdict:
+    """The verdict on one source.
+
+    Attributes:
+        share: Its present probability.
+        examples: The number of its examples that were drawn.
+        epochs: The same in passes over it; nan if its size is not known.
+        advantage: Its mean advantage; negative if its examples were rewarded less than the others'.
+        low, high: The ends of the interval, by default at 95% for all sources and all looks together; nan with too few steps.
+        losses: How its loss moves; None if losses are not known.
+        word: The verdict.
+    """
+
+    source: int
+    name: str
+    share: float
+    examples: int
+    epochs: float
+    advantage: float
+    low: float
+    high: float
+    losses: LossEvidence | None
+    word: Word
+
+    @property
+    def flagged(self) -> bool:
+        """Whether it pulls against the others, for whatever reason."""
+        return self.word in ("flagged", "bad", "different or partly wrong")
+
+    @property
+    def reason(self) -> str:
+        """The verdict in a sentence, with what to do."""
+        if self.word == "flagged":
+            return "pulls against the others; look at it"
+        if self.word == "bad":
+            assert self.losses is not None
+            return f"pulls against the others and does not learn (a constant prediction has {self.losses.constant:.2f})"
+        if self.word == "different or partly wrong":
+            return "pulls against the others, but learns: look at it; keep it with a floor if you need it"
+        if self.word == "seen too often":
+            return f"each example was seen {self.epochs:.0f} times; a ceiling, or more data, would help"
+        if self.word == "undecided":
+            return (
+                "too few steps" if math.isnan(self.low) else "more steps, larger batches or a validation set would tell"
+            )
+        return ""
+
+
+def word_for(
+    low: float, high: float, epochs: float, overall: float, losses: LossEvidence | None, least_effect: float
+) -> Word:
+    """The verdict that the evidence supports.
+
+    Args:
+        overall: The effective epochs of all sources together.
+    """
+    if high < -least_effect:
+        learns = None if losses is None else losses.learns
+        return "flagged" if learns is None else "different or partly wrong" if learns else "bad"
+    if epochs > MOST_EPOCHS * max(1, overall):
+        return "seen too often"
+    return "undecided" if not low >= -least_effect else "ok"

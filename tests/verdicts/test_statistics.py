@@ -1,0 +1,133 @@
+"""A learner's table: share, examples, epochs, advantage, losses, and a verdict in words."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import inloop
+from inloop.verdicts import LossEvidence, SourceStatistics
+from inloop.verdicts.losses import RECENT, SourceLosses
+from inloop.verdicts.verdict import word_for
+from tests.training import make_net
+from tests.verdicts.test_advantage import statistics_of
+
+
+class Loop:
+    """Three sources of four classes; the labels of the last are random. The second is small."""
+
+    def __init__(self, seed=0, **options):
+        torch.manual_seed(seed)
+        centres = 3 * torch.randn(4, 8)
+
+        def source(size):
+            y = torch.randint(4, (size,))
+            return centres[y] + torch.randn(size, 8), y
+
+        wrong = source(400)[0], torch.randint(4, (400,))
+        sources = {"web": source(400), "books": source(20), "forum": wrong}
+        self.mixture = inloop.Mixture(sources, generator=torch.Generator().manual_seed(seed))
+        self.model = torch.nn.Linear(8, 4)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        generator = torch.Generator().manual_seed(seed)
+        self.learner = inloop.InLoop(
+            self.model, inloop.MixturePolicy(self.mixture), update=False, generator=generator, **options
+        )
+
+    def train(self, steps, with_losses=True):
+        for _ in range(steps):
+            x, y = self.mixture.draw(self.learner.sample(48))
+            losses = F.cross_entropy(self.model(x), y, reduction="none")
+            losses.mean().backward()
+            self.learner.step(losses.mean(), losses=losses if with_losses else None)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return self
+
+
+def test_the_table_of_a_learner_names_the_bad_source():
+    loop = Loop().train(200)
+    web, books, forum = loop.learner.statistics.verdicts()
+    assert (web.word, books.word, forum.word) == ("ok", "seen too often", "bad")
+    head, columns, *rows = str(loop.learner).splitlines()
+    assert head == repr(loop.learner)
+    assert columns.split()[:5] == ["source", "share", "examples", "epochs", "advantage"]
+    assert rows[2].split()[0] == "forum"
+    assert rows[2].split()[-1] == "bad"
+    assert rows[4] == "forum: pulls against the others and does not learn (a constant prediction has 1.39)"
+    assert forum.losses.constant == pytest.approx(math.log(4), abs=0.01)
+    assert web.losses.recent < web.losses.first
+    assert web.epochs == pytest.approx(web.examples / 400)
+    assert web.examples + books.examples + forum.examples == 200 * 48
+
+
+def test_without_losses_a_source_is_flagged_and_no_more():
+    words = [verdict.word for verdict in Loop().train(200, with_losses=False).learner.statistics.verdicts()]
+    assert words == ["ok", "seen too often", "flagged"]
+
+
+def test_statistics_are_a_part_of_the_learner_s_state():
+    loop, other = Loop().train(100), Loop()
+    other.learner.load_state_dict(loop.learner.state_dict())
+    assert str(other.learner.statistics) == str(loop.learner.statistics)
+
+
+def test_a_policy_without_sources_has_no_table():
+    learner = inloop.InLoop(make_net(), inloop.augment.AugmentPolicy())
+    assert learner.statistics is None
+    assert str(learner) == repr(learner)
+
+
+def test_a_product_has_the_table_of_its_sources():
+    mixture = Loop().mixture
+    policy = inloop.Product({"source": inloop.MixturePolicy(mixture), "other": inloop.Bernoulli()})
+    learner = inloop.InLoop(make_net(), policy)
+    assert learner.statistics is not None
+    assert learner.statistics.sources.names == ["web", "books", "forum"]
+
+
+@pytest.mark.parametrize(
+    ("recent", "others_learn", "word"),
+    [
+        (2.5, True, "bad"),
+        (1.0, True, "different or partly wrong"),
+        (2.29, True, "bad"),  # below the constant prediction by less than two errors
+        (2.5, False, "flagged"),  # nothing learns yet
+        (math.nan, True, "flagged"),
+    ],
+)
+def test_losses_refine_a_flag(recent, others_learn, word):
+    losses = LossEvidence(first=2.4, recent=recent, error=0.01, constant=2.3, others_learn=others_learn)
+    assert word_for(-0.3, -0.1, math.nan, math.nan, losses, 0.02) == word
+    assert word_for(-0.3, 0.1, math.nan, math.nan, losses, 0.02) == "undecided"
+
+
+def test_recent_losses_are_a_mean_over_all_and_then_over_some():
+    losses = SourceLosses(2)
+    losses.add(torch.tensor([0, 0, 1]), torch.tensor([1.0, 3.0, 5.0]))
+    assert losses.recent_K.tolist() == [2.0, 5.0]
+    losses.add(torch.tensor([0, 0]), torch.tensor([5.0, 7.0]))
+    assert losses.recent_K.tolist() == pytest.approx([4.0, 5.0])
+    assert losses.first_K.tolist() == [4.0, 5.0]
+    for _ in range(20 * RECENT):
+        losses.add(torch.tensor([0]), torch.tensor([1.0]))
+    assert float(losses.recent_K[0]) == pytest.approx(1.0, abs=1e-3)
+    losses.add(torch.tensor([0]), torch.tensor([math.nan]))
+    assert float(losses.recent_K[0]) == pytest.approx(1.0, abs=1e-3)
+
+
+def test_printed_it_has_a_row_for_each_source():
+    mixture = Loop().mixture
+    statistics = statistics_of([-0.3, 0.0, 0.3], sources=mixture)
+    head, *rows = str(statistics).splitlines()
+    assert head.split() == ["source", "share", "examples", "epochs", "advantage", "95%", "interval", "verdict"]
+    assert [row.split()[0] for row in rows] == ["web", "books", "forum", "web:", "books:"]
+    assert rows[3] == "web: pulls against the others; look at it"
+    assert str(SourceStatistics(2)).splitlines() == [
+        "source  examples  advantage  verdict",
+        "0              0             undecided",
+        "1              0             undecided",
+        "0: too few steps",
+        "1: too few steps",
+    ]
