@@ -61,8 +61,8 @@ def losses_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 def conv(norm: Callable[[int], nn.Module]) -> nn.Module:
     return nn.Sequential(
-        *(nn.Conv2d(3, 32, 3, padding=1), norm(32), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Conv2d(32, 64, 3, padding=1), norm(64), nn.ReLU(), nn.MaxPool2d(4)),
+        *(nn.Conv2d(3, 32, 3, stride=2, padding=1), norm(32), nn.ReLU()),
+        *(nn.Conv2d(32, 64, 3, stride=2, padding=1), norm(64), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Flatten(), nn.Linear(1024, 10)),
     )
 
