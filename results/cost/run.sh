@@ -18,5 +18,6 @@ python -m benchmarks.scaling --repeats 4
 python -m benchmarks.half_error
 python -m benchmarks.checkpointing --repeats 4
 python -m benchmarks.plan
+python -m benchmarks.first_step
 # needs CIFAR-10 (INLOOP_DATA) and a folder with .txt files: python -m benchmarks.layer_subsets TEXT
 python results/cost/table.py

@@ -111,6 +111,40 @@ def layer_subsets() -> str:
     return "\n".join([note, "", *lines])
 
 
+def first_step() -> str:
+    """What the first step of a learner takes: it probes the model and verifies itself."""
+    lines = [
+        f"| {row['model']} | {row['plain_first_seconds']:.2f} | {row['first_seconds']:.2f} | {row['steady_seconds']:.2f} | {row['time_ratio']:.1f} | {row['memory_ratio']:.2f} |"
+        for row in json.loads((HERE / "first_step.json").read_text())["results"]
+    ]
+    note = (
+        "The first step finds out where the examples are in each layer's output, which takes up to three more passes through the model, and verifies that the examples add up to every gradient "
+        "(`python -m benchmarks.first_step`). Seconds of the first step without and with a learner, and of a later step with one; time and peak memory of the first step with a learner, as ratios to a "
+        "first step without."
+    )
+    heads = "| model | first, plain | first, learner | later, learner | time | memory |"
+    return "\n".join([note, "", heads, "|---|---|---|---|---|---|", *lines])
+
+
+def redesign() -> str:
+    """The engine before and after its redesign, alternated in one run."""
+    lines = []
+    for row in json.loads((HERE / "redesign.json").read_text())["results"]:
+        old, new = row["old"], row["new"]
+        low, high = new["difference_quartiles"]
+        lines.append(
+            f"| {row['model']} | {row['mode']} | {row['repeats']} | {old['time_ratio']:.3f} | {new['time_ratio']:.3f} | {new['difference']:+.3f} ({low:+.3f} to {high:+.3f}) "
+            f"| {old['memory_ratio']:.3f} | {new['memory_ratio']:.3f} |"
+        )
+    note = (
+        "Ratios to plain training of the code before the redesign (3d46fe7) and after it (14ff9b3), which took turns in one run; the difference is the median over turns, with quartiles (`python -m "
+        "benchmarks.alternate old=... new=...`). Two rows were measured again with more repeats, since their first differences were above 0.03 with quartiles on both sides of it. The old engine used the memory of gradients "
+        "again within a backward pass; without that it took 0.003 more (-0.071 to +0.071; wrn-16-4, `gar`, nine repeats, two threads), so the redesign left it out."
+    )
+    heads = "| model | mode | repeats | time before | after | difference | memory before | after |"
+    return "\n".join([note, "", heads, "|---|---|---|---|---|---|---|---|", *lines])
+
+
 def all_modes() -> str:
     rows, _ = read("bench.json")
     return table(rows, (*OURS, *OTHERS))
@@ -133,6 +167,8 @@ def in_full() -> str:
         "Scaling of `gar`": scaling(),
         "Activation checkpointing": checkpointing(),
         "A few layers for all": layer_subsets(),
+        "The first step": first_step(),
+        "Before and after the redesign": redesign(),
         "Not measured": "\n".join(f"- {row['model']}, {row['mode']}: {row['error']}" for row in skipped),
     }
     return "\n\n".join(f"## {title}\n\n{content}" for title, content in parts.items() if content)
@@ -147,7 +183,8 @@ def pages() -> dict[Path, str]:
     }
     pages = {path: with_block(path.read_text(), COMMAND, content) for path, content in contents.items()}
     cost = PROJECT / "docs" / "cost.md"
-    return pages | {cost: with_block(pages[cost], f"{COMMAND} layers", layer_subsets())}
+    with_layers = with_block(pages[cost], f"{COMMAND} layers", layer_subsets())
+    return pages | {cost: with_block(with_layers, f"{COMMAND} first", first_step())}
 
 
 if __name__ == "__main__":
