@@ -62,6 +62,7 @@ class AugmentPolicy(Policy):
             raise UsageError(f"numbers={numbers}: give different whole numbers from 1{most}.")
         self.replacement = replacement
         self.register_buffer("numbers", torch.tensor(list(numbers)), persistent=False)
+        self.alternatives = frozenset({"number_logits", "strength_logits"})
         self.number_logits = nn.Parameter(torch.zeros(len(numbers)))
         self.keep_logits = nn.Parameter(torch.zeros(num_operations))
         self.strength_logits = nn.Parameter(torch.zeros(num_operations, STRENGTHS))

@@ -103,6 +103,7 @@ class Categorical(Discrete):
         if num_choices < 2:
             raise UsageError(f"num_choices={num_choices}: a choice needs at least 2 possibilities.")
         super().__init__(num_choices, neutral, given[0] if given else None)
+        self.alternatives = frozenset({"logits"})
         self.logits = nn.Parameter(torch.zeros((given[1], num_choices) if given else (num_choices,)))
 
     def log_probabilities(self) -> Tensor:

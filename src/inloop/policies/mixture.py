@@ -68,6 +68,7 @@ class MixturePolicy(Discrete):
         self.limited = max(floor_K) > 0 or min(ceiling_K) < 1
         self.register_buffer("log_prior_K", _log_prior(prior, num_sources, form), persistent=False)
         self.sources = sources
+        self.alternatives = frozenset() if form == "inverted" else frozenset({"scores"})
         self.scores = nn.Parameter(torch.zeros(num_sources))
 
     log_prior_K: Tensor

@@ -23,7 +23,13 @@ class Policy(nn.Module, ABC):
     """A distribution over per-example choices with learnable parameters.
 
     Subclasses define ``sample``, ``log_prob`` and ``neutral``; to appear in reports also ``probabilities`` and ``summarise``.
+
+    Attributes:
+        alternatives: Names of the policy's own parameters whose last axis counts the alternatives of one choice, with a higher value for a
+            likelier one. :class:`~inloop.updates.Anchored` compares alternatives with their median.
     """
+
+    alternatives: frozenset[str] = frozenset()
 
     @abstractmethod
     def sample(self, n: int, generator: torch.Generator | None = None) -> Actions:

@@ -9,7 +9,10 @@ all examples so far and their normalised rewards w_i (mean 0 and deviation 1 wit
 For a softmax this is the mean reward of choice j minus that of the others. V_j is the variance of X_j - a_j Y_j over
 steps: examples of one step share a judge. Y_j, the variance if they did not, is a lower bound for the first steps. Then
 
-    φ_j = φ_0j + clip(S(a_j) / temperature),    S(a) = sign(a) max(0, |a| - caution se)
+    φ_j = φ_0j + clip(S(a_j - m) / temperature),    S(a) = sign(a) max(0, |a| - caution se)
+
+with m the median of a over the alternatives of the same choice (0 for yes or no): a single excellent source must not
+make all others look bad.
 
 So a choice that is not certain to be better or worse stays at its prior, however long its estimate wanders. The clip
 keeps e^-3 of the prior's odds for a dropped choice, so that it is seen if it becomes good, and at most doubles a
@@ -27,7 +30,7 @@ import torch
 from torch import Tensor
 
 from inloop.errors import UsageError
-from inloop.policies import Policy
+from inloop.policies import Actions, MixturePolicy, Policy, part_of
 from inloop.rewards import Reward
 from inloop.step import Draw
 from inloop.updates.reinforce import normalise, trainable
@@ -35,6 +38,7 @@ from inloop.updates.update import Update
 
 LOWEST, HIGHEST = -3.0, math.log(2)  # limits of φ - φ_0
 LEAST_STEPS = 10  # a parameter with evidence of fewer stays
+_ROWS = 256  # examples whose scores are computed together: of a policy with many choices they take much memory
 EVERY = 10  # rewarded steps between two changes of the policy
 
 
@@ -64,9 +68,17 @@ class Evidence:
         error = torch.maximum(variance, squares).sqrt() / y.clamp_min(1e-12)
         return ratio, torch.where(steps >= LEAST_STEPS, error, torch.inf)
 
-    def certain(self, caution: float) -> Tensor:
-        """Return S: the part of the ratio beyond ``caution`` standard errors."""
+    def certain(self, caution: float, groups: Sequence[Tensor] = ()) -> Tensor:
+        """Return S: the part of the ratio beyond ``caution`` standard errors.
+
+        Args:
+            groups: Rows of parameters, [G, K] each, that are compared with their median.
+        """
         ratio, error = self.estimate()
+        ratio = ratio.clone()
+        for rows_GK in groups:
+            known_GK = torch.where(error[rows_GK].isfinite(), ratio[rows_GK], torch.nan)
+            ratio[rows_GK] -= known_GK.nanquantile(0.5, dim=-1, keepdim=True).nan_to_num(0.0)
         return ratio.sign() * (ratio.abs() - caution * error).clamp_min(0)
 
 
@@ -79,7 +91,7 @@ class Anchored(Update):
         memory: How many examples the evidence covers.
     """
 
-    def __init__(self, temperature: float = 0.03, caution: float = 3.0, memory: float = 4000.0) -> None:
+    def __init__(self, temperature: float = 0.03, caution: float = 4.0, memory: float = 4000.0) -> None:
         super().__init__()
         given = {"temperature": temperature, "caution": caution, "memory": memory}
         for name, value in given.items():
@@ -93,11 +105,16 @@ class Anchored(Update):
             raise UsageError(
                 f"The policy, a {type(policy).__name__}, has no parameters to learn. Fix: give one that has, or update=False to watch only."
             )
+        if any(isinstance(part, MixturePolicy) and part.form == "inverted" for part in policy.modules()):
+            raise UsageError(
+                "Anchored lowers the scores of bad sources, and the inverted form has high scores for them. Fix: MixturePolicy(..., form='bounded')."
+            )
         if reward.normalisation == "none":
             raise UsageError(
                 f"Anchored compares the examples of a step, and {type(reward).__name__} is not made for that. Fix: use reward='gar', or "
                 "update=inloop.Reinforce()."
             )
+        self._groups = alternatives_of(policy)
         self._prior = torch.cat([p.detach().flatten().double() for p in self._parameters])
         self._against_others = Evidence(len(self._prior), self.memory)
         self._against_nothing = Evidence(len(self._prior), self.memory)
@@ -109,12 +126,16 @@ class Anchored(Update):
         weights_N = normalise(rewards_N)
         if not bool(weights_N.any()):
             return False
-        scores_NJ = torch.cat([scores(draw) for draw in draws])
-        squares_J = scores_NJ.square().sum(dim=0)
-        self._against_others.add(weights_N @ scores_NJ, squares_J, squares_J)
-        raised_NJ = scores_NJ.clamp_min(0)  # scores of the examples that raising φ_j makes likelier
-        gained_J = rewards_N / rewards_N.std() @ raised_NJ
-        self._against_nothing.add(gained_J, raised_NJ.sum(dim=0), raised_NJ.square().sum(dim=0))
+        weighted = zip(
+            draws,
+            *(w.split([sum(d.rewarded_counts) for d in draws]) for w in (weights_N, rewards_N / rewards_N.std())),
+            strict=True,
+        )
+        sums_5J = sum(_sums(draw, weights_n, rewards_n) for draw, weights_n, rewards_n in weighted)
+        assert isinstance(sums_5J, Tensor)
+        x_J, squares_J, gained_J, raised_J, raised_squares_J = sums_5J
+        self._against_others.add(x_J, squares_J, squares_J)
+        self._against_nothing.add(gained_J, raised_J, raised_squares_J)
         self._num_steps += 1
         if self._num_steps % EVERY:
             return False
@@ -122,7 +143,7 @@ class Anchored(Update):
         return True
 
     def _move(self) -> None:
-        effect = self._against_others.certain(self.caution)
+        effect = self._against_others.certain(self.caution, self._groups)
         if self.reference.zero_is_neutral:
             effect = torch.maximum(effect, self._against_nothing.certain(self.caution)).clamp_max(0)
         values = self._prior + (effect / self.temperature).clamp(LOWEST, HIGHEST)
@@ -152,11 +173,52 @@ class Anchored(Update):
         self._num_steps = state["num_steps"]
 
 
-def scores(draw: Draw) -> Tensor:
-    """Return ``∂log p(a_i; φ)/∂φ_j`` for the rewarded examples of a draw, [N, J], at the parameters that drew them."""
-    parameters = trainable(draw.policy)
+def alternatives_of(policy: Policy) -> list[Tensor]:
+    """Where the alternatives of each choice are among all trainable parameters of a policy, [G, K] for each parameter."""
+    named = {
+        id(parameter)
+        for part in policy.modules()
+        if isinstance(part, Policy)
+        for name, parameter in part.named_parameters(recurse=False)
+        if name in part.alternatives
+    }
+    groups, start = [], 0
+    for parameter in trainable(policy):
+        if id(parameter) in named:
+            places = torch.arange(start, start + parameter.numel())
+            groups.append(places.view(-1, parameter.shape[-1]))
+        start += parameter.numel()
+    return groups
+
+
+def _sums(draw: Draw, weights_N: Tensor, rewards_N: Tensor) -> Tensor:
+    """Sums over the examples of a draw, [5, J]: of w s, s², r s⁺, s⁺ and (s⁺)², with s⁺ the scores above zero.
+
+    Args:
+        weights_N: w, normalised rewards.
+        rewards_N: r, rewards in standard deviations of the step.
+    """
+    actions, total = draw.rewarded, torch.zeros(())
+    for start in range(0, max(1, len(weights_N)), _ROWS):
+        rows = slice(start, start + _ROWS)
+        scores_NJ = scores(draw.policy, part_of(actions, rows))
+        raised_NJ = scores_NJ.clamp_min(0)  # of the examples that raising φ_j makes likelier
+        sums = (
+            weights_N[rows] @ scores_NJ,
+            scores_NJ.square().sum(dim=0),
+            rewards_N[rows] @ raised_NJ,
+            raised_NJ.sum(dim=0),
+            raised_NJ.square().sum(dim=0),
+        )
+        total = total + torch.stack(sums)
+    return total
+
+
+def scores(policy: Policy, actions: Actions) -> Tensor:
+    """``∂log p(a_i; φ)/∂φ_j``, [N, J], at the present parameters of a policy."""
+    parameters = trainable(policy)
     with torch.enable_grad():
-        log_prob_N = draw.policy.log_prob(draw.rewarded)
+        log_prob_N = policy.log_prob(actions)
     n = len(log_prob_N)
     if n == 0:
         return torch.zeros(0, sum(p.numel() for p in parameters), dtype=torch.float64)

@@ -146,7 +146,7 @@ def source_of(actions: Actions) -> Tensor:
 
 def table(verdicts: Sequence[SourceVerdict], level: float) -> str:
     """The verdicts as text: one line a source, and below them a sentence for each source that is not ok."""
-    columns = {
+    columns: dict[str, list[str]] = {
         "source": [v.name for v in verdicts],
         "share": [_number(v.share, ".3f") for v in verdicts],
         "examples": [f"{v.examples:,}" for v in verdicts],
@@ -154,7 +154,7 @@ def table(verdicts: Sequence[SourceVerdict], level: float) -> str:
         "advantage": [_number(v.advantage, "+.2f") for v in verdicts],
         f"{level:.0%} interval": ["" if math.isnan(v.low) else f"{v.low:+.2f} to {v.high:+.2f}" for v in verdicts],
         "loss": [_course(v.losses) for v in verdicts],
-        "verdict": [v.word for v in verdicts],
+        "verdict": [str(v.word) for v in verdicts],
     }
     shown = {head: cells for head, cells in columns.items() if any(cells) or head == "advantage"}
     widths = {head: max(len(cell) for cell in (head, *cells)) for head, cells in shown.items()}

@@ -1,0 +1,150 @@
+"""The anchored rule: it stays at its prior without evidence, leaves it on evidence, and comes back when the evidence does."""
+
+import copy
+
+import pytest
+import torch
+
+import inloop
+from inloop import MixturePolicy
+from inloop.errors import UsageError
+from inloop.policies import Shares
+from inloop.references import Next, Trail
+from inloop.rewards import GradientAlignment, NextStepLoss
+from inloop.step import Draw
+from inloop.updates import Anchored
+from inloop.updates.anchored import EVERY, LOWEST, scores
+
+
+class Game:
+    """Rewards are noise, and a constant for each source; the policy draws, the rule moves it."""
+
+    def __init__(self, shift_K, n=128, seed=0, policy=None, reference=None, **options):
+        self.policy = policy or MixturePolicy(len(shift_K), form="bounded")
+        self.rule = Anchored(**options)
+        self.rule.attach(self.policy, GradientAlignment(), reference or Next())
+        self.shift_K, self.n = torch.tensor(shift_K), n
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def play(self, steps):
+        for _ in range(steps):
+            actions = self.policy.sample(self.n, self.generator)
+            rewards_N = torch.randn(self.n, generator=self.generator) + self.shift_K[actions]
+            self.rule.add([Draw(actions, (self.n,), copy.deepcopy(self.policy), 0)], rewards_N)
+        return self.policy.probabilities()
+
+
+@pytest.mark.parametrize("n", [8, 32, 128])
+def test_equal_sources_stay_near_their_prior(n):
+    least = min(float(Game([0.0] * 10, n=n, seed=seed).play(300).min()) for seed in range(5))
+    assert least > 0.05
+
+
+def test_any_number_of_bad_sources_is_dropped():
+    shares = Game([-0.5, -0.5, -0.5, *[0.0] * 7]).play(200)
+    assert float(shares[:3].sum()) < 0.03
+    assert float(shares[3:].min()) > 0.12
+
+
+def test_no_source_wins_all():
+    shares = Game([2.0, *[0.0] * 9]).play(200)
+    assert 0.1 < float(shares.max()) < 0.2  # at most twice its odds
+
+
+def test_a_dropped_source_that_becomes_good_comes_back():
+    game = Game([-0.5, *[0.0] * 4])
+    assert float(game.play(200)[0]) < 0.05
+    game.shift_K = torch.tensor([0.5, 0.0, 0.0, 0.0, 0.0])
+    assert float(game.play(1500)[0]) > 0.2
+
+
+def test_it_is_anchored_at_the_prior_of_the_policy():
+    policy = MixturePolicy(4, form="bounded", prior=[0.4, 0.3, 0.3, 0.0])
+    shares = Game([0.0, -0.6, 0.0, 0.0], policy=policy).play(200)
+    assert float(shares[3]) == 0
+    assert float(shares[1]) < 0.05
+    torch.testing.assert_close(shares[0] / shares[2], torch.tensor(4 / 3), rtol=0.15, atol=0)
+
+
+def test_with_a_neutral_zero_a_source_must_be_worse_than_nothing():
+    """All are above zero, so none is dropped, however much one is worse than the others; nor is one raised."""
+    torch.testing.assert_close(Game([1.0, 2.0, 2.0], reference=Trail()).play(200), torch.full((3,), 1 / 3))
+    assert float(Game([-1.0, 2.0, 2.0], reference=Trail()).play(200)[0]) < 0.05
+
+
+def test_the_advantage_is_that_of_the_source_over_the_others():
+    game = Game([-0.3, 0.0, 0.1], caution=1e9)  # it never moves
+    game.play(2000)
+    a_K, se_K = game.rule._against_others.estimate()
+    torch.testing.assert_close(a_K, torch.tensor([-0.35, 0.1, 0.25]).double(), atol=0.06, rtol=0)
+    assert bool((se_K < 0.04).all())
+
+
+def test_scores_are_the_gradients_of_log_p_one_by_one():
+    policy = MixturePolicy(5, form="bounded")
+    with torch.no_grad():
+        policy.scores.copy_(torch.randn(5))
+    actions = torch.tensor([0, 3, 3, 1])
+    rows = [torch.autograd.grad(policy.log_prob(actions)[i], policy.scores)[0] for i in range(4)]
+    torch.testing.assert_close(scores(policy, actions), torch.stack(rows).double())
+
+
+def test_it_moves_products_factor_by_factor():
+    policy = inloop.Product({"source": MixturePolicy(3, form="bounded"), "flip": inloop.Bernoulli()})
+    rule = Anchored()
+    rule.attach(policy, GradientAlignment())
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        actions = policy.sample(64, generator)
+        rewards_N = torch.randn(64, generator=generator) - 0.6 * (actions["source"] == 1) + 0.6 * actions["flip"]
+        rule.add([Draw(actions, (64,), copy.deepcopy(policy), 0)], rewards_N)
+    shares = policy.probabilities()
+    assert float(shares["source"][1]) < 0.05
+    assert float(shares["flip"][1]) > 0.6
+
+
+def test_a_state_continues_bit_for_bit():
+    one, other = Game([-0.3, 0.0, 0.0]), Game([-0.3, 0.0, 0.0])
+    one.play(25)
+    other.policy.load_state_dict(one.policy.state_dict())
+    other.rule.load_state_dict(one.rule.state_dict())
+    other.generator.set_state(one.generator.get_state())
+    assert torch.equal(one.play(35), other.play(35))
+    with pytest.raises(UsageError, match="The state is of a policy with 3 parameters; this one has 4"):
+        Game([0.0] * 4).rule.load_state_dict(one.rule.state_dict())
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_tiny_batches_change_nothing_without_evidence(n):
+    shares = Game([0.0, 0.0, 0.0], n=n).play(20 * EVERY)
+    assert bool(shares.isfinite().all())
+    assert float(shares.min()) > 0.1
+
+
+def test_ten_thousand_sources():
+    game = Game([0.0] * 10_000, n=300)
+    game.play(EVERY)
+    assert game.rule.version == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Anchored(temperature=0), "temperature=0: allowed are numbers above 0"),
+        (lambda: Anchored().attach(Shares.uniform(3), GradientAlignment()), "has no parameters to learn"),
+        (
+            lambda: Anchored().attach(MixturePolicy(3, form="bounded"), NextStepLoss()),
+            "NextStepLoss is not made for that",
+        ),
+        (lambda: Anchored().attach(MixturePolicy(3, form="inverted"), GradientAlignment()), "Fix: MixturePolicy"),
+    ],
+)
+def test_refusals(make, message):
+    with pytest.raises(UsageError, match=message):
+        make()
+
+
+def test_the_lowest_odds():
+    shares = Game([-5.0, *[0.0] * 9]).play(200)
+    odds = float(shares[0] / shares[1])
+    assert odds == pytest.approx(torch.tensor(LOWEST).exp().item(), rel=0.05)
