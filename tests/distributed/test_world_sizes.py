@@ -64,8 +64,27 @@ def test_accumulation_without_synchronisation(wrapper):
         Options(Convolutional, "ddp", part=0.3, steps=30),
         Options(Transformer, "fsdp", part=0.3, clip=False),
         Options(Convolutional, "fsdp", reference="previous", clip=False),
+        Options(Transformer, "ddp", knows_optimizer=True, clip=False),
+        Options(Transformer, "fsdp", knows_optimizer=True, clip=False),
+        Options(Transformer, "ddp", reference="trail"),
+        Options(Transformer, "fsdp", reference="trail", clip=False),
+        Options(Convolutional, "ddp", reference="trail", part=0.5),
     ],
-    ids=["interleaved", "recomputed", "previous", "passes", "held-out", "part", "part-sharded", "previous-sharded"],
+    ids=[
+        "interleaved",
+        "recomputed",
+        "previous",
+        "passes",
+        "held-out",
+        "part",
+        "part-sharded",
+        "previous-sharded",
+        "adamw",
+        "adamw-sharded",
+        "trail",
+        "trail-sharded",
+        "trail-part",
+    ],
 )
 def test_options(options):
     check(options, 2)

@@ -92,6 +92,7 @@ class Options:
     selection: str = "replacement"
     clip: bool = True
     part: float = 1.0
+    knows_optimizer: bool = False
 
 
 def shares(batch):
@@ -111,18 +112,22 @@ class Run:
                 fully_shard(part)
             fully_shard(self.model)
         self.wrapped = DistributedDataParallel(self.model) if options.wrapper == "ddp" else self.model
+        if options.knows_optimizer:  # rounding must not decide the sign of a step
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, eps=1e-3)
+        else:
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         torch.manual_seed(3 + rank())  # processes often have seeds of their own
         self.mixture = inloop.Mixture(sources_of(options.kind), selection=options.selection)
         self.learner = inloop.InLoop(
             self.wrapped,
             inloop.MixturePolicy(NUM_SOURCES),
+            optimizer=self.optimizer if options.knows_optimizer else None,
             interleave=options.interleave,
             part=options.part,
             reference=self.held_out if options.reference == "held-out" else options.reference,
             update=inloop.Reinforce(accumulate=2),
             record=inloop.Recording(retain=options.retain),
         )
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.rewards, self.probabilities, self.losses, self.messages, self.bytes = [], [], [], [], []
         add = self.learner.update.add
         self.learner.update.add = lambda draws, rewards_N: (
