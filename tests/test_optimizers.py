@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from inloop import InLoop, MixturePolicy, Recording
+from inloop.errors import UsageError
 from inloop.optimizers import StepDerivative
 from inloop.rewards import GradientAlignment
 
@@ -94,13 +95,14 @@ class Task:
 
     def rewards(self, batch, reference, second_moment):
         derivative = StepDerivative(self.model, self.optimizer, second_moment)
+        derivative.attach()
         names = [name for name, _ in self.model.named_parameters()]
         parameters = list(self.model.parameters())
         examples = [torch.autograd.grad(loss, parameters, retain_graph=True) for loss in self.losses(self.model, batch)]
         self.step(batch)
         gradients = torch.autograd.grad(self.losses(self.model, reference).mean(), parameters)
         directions = [derivative.of_last_step(name, g) for name, g in zip(names, gradients, strict=True)]
-        derivative.remove()
+        derivative.detach()
         return torch.stack(
             [sum((g * d).sum() for g, d in zip(example, directions, strict=True)) for example in examples]
         )
@@ -168,9 +170,92 @@ def test_a_learner_rewards_the_steps_of_its_optimizer(name, retain, part):
         task.optimizer.zero_grad()
         loss = task.losses(task.model, task.batch()).mean()
         loss.backward()
-        rows.append(learner._sampler.waiting[0].rewarded_here)
+        rows.append(learner._sampler.announced[0].rewarded_here)
         learner.step(loss)
         task.optimizer.step()
     for rewards, whole, some in zip(reward.rewards, expected, rows[:-1], strict=True):
         torch.testing.assert_close(rewards, whole if some is None else whole[some], rtol=1e-9, atol=1e-15)
     assert (part == 1) == all(some is None for some in rows)
+
+
+def one_step(learner, model, optimizer):
+    learner.sample(8)
+    loss = model(torch.randn(8, 4)).square().mean()
+    loss.backward()
+    report = learner.step(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    return report
+
+
+def small():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def test_a_derivative_serves_one_learner_after_another():
+    model, optimizer = small()
+    derivative = StepDerivative(model, optimizer)
+    for _ in range(2):
+        with InLoop(model, MixturePolicy(2), optimizer=derivative) as learner:
+            assert [one_step(learner, model, optimizer).rewarded for _ in range(3)] == [False, True, True]
+            with pytest.raises(UsageError, match="belongs to another learner already"):
+                InLoop(model, MixturePolicy(2), optimizer=derivative)
+
+
+def test_a_resumed_run_has_the_rewards_of_the_run_that_went_on_with_a_scheduler():
+    """The reference "previous" asks for the optimizer's next step: its present settings count, not those of the last step."""
+
+    def run(resume):
+        model, optimizer = small()
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        generator = torch.Generator().manual_seed(0)
+        learner = InLoop(model, MixturePolicy(2), optimizer=optimizer, reference="previous", generator=generator)
+        reports = []
+        for step in range(6):
+            if step == 3:
+                state = learner.state_dict()
+                if resume:
+                    learner.close()
+                    learner = InLoop(
+                        model, MixturePolicy(2), optimizer=optimizer, reference="previous", generator=generator
+                    )
+                    learner.load_state_dict(state)
+            reports.append(one_step(learner, model, optimizer).reward_std)
+            scheduler.step()
+        return reports[1:]
+
+    assert run(resume=True) == run(resume=False)
+
+
+@pytest.mark.parametrize("retain", ["exact", "recompute"])
+def test_a_parameter_that_no_optimizer_holds_is_named(retain):
+    model, _ = small()
+    model[2].requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    learner = InLoop(model, MixturePolicy(2), optimizer=optimizer, record=Recording(retain=retain))
+    for _ in range(3):
+        one_step(learner, model, optimizer)
+    model[2].requires_grad_(True)
+    with pytest.raises(UsageError, match="Parameter '2.weight' has a gradient, but no optimizer"):
+        for _ in range(3):
+            one_step(learner, model, optimizer)
+
+
+def test_states_of_other_optimizers_are_refused():
+    model, optimizer = small()
+    learner, plain = InLoop(model, MixturePolicy(2), optimizer=optimizer), InLoop(model, MixturePolicy(2))
+    halves = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[0], model[2])]
+    both = InLoop(model, MixturePolicy(2), optimizer=halves)
+    with pytest.raises(UsageError, match=r"with optimizer=, which this one has not"):
+        plain.load_state_dict(learner.state_dict())
+    with pytest.raises(UsageError, match=r"with 1 optimizer\(s\); this one has 2"):
+        both.load_state_dict(learner.state_dict())
+
+
+def test_a_refused_learner_leaves_no_hook_on_the_optimizer():
+    model, optimizer = small()
+    with pytest.raises(UsageError, match="NextStepLoss makes no use"):
+        InLoop(model, MixturePolicy(2), optimizer=optimizer, reward="nslr", reference="trail")
+    assert not optimizer._optimizer_step_post_hooks

@@ -78,7 +78,7 @@ def test_choices_that_were_made_elsewhere_are_announced():
             each.optimizer.step()
             each.optimizer.zero_grad()
     assert torch.equal(run.policy.scores, other.policy.scores)
-    assert other.learner.num_waiting == 0
+    assert other.learner.num_announced == 0
 
 
 def test_a_part_of_a_draw_may_be_trained_on():
@@ -92,7 +92,7 @@ def test_a_part_of_a_draw_may_be_trained_on():
         report = run.learner.step(loss)
         run.optimizer.step()
         run.optimizer.zero_grad()
-        assert run.learner.num_waiting == 0
+        assert run.learner.num_announced == 0
     assert int(report.rewards.count_K.sum()) == int(keep.sum())
 
 

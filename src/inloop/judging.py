@@ -1,8 +1,8 @@
-"""Which step is rewarded now, and by which direction: the reference's judge, seen through the optimizer.
+"""Judging picks the step to reward and its direction. The reference gives the direction; a gradient is multiplied by Pᵀ.
 
     r_i = <∇l_i(θ_t), Pᵀ g_ref>          P = -∂(θ_{t+1} - θ_t) / ∂g_t, the identity without an optimizer
 
-A reference whose direction is a gradient is multiplied by Pᵀ; a displacement of the parameters has the optimizer in it already.
+A displacement of the parameters (a trail) is not: it has the optimizer in it already.
 """
 
 from dataclasses import replace
@@ -32,7 +32,9 @@ class Judging:
         """Reward the steps of this optimizer from here on; None for none."""
         derivative = as_derivative(model, optimizer)
         if self.derivative is not None:
-            self.derivative.remove()
+            self.derivative.detach()
+        if derivative is not None:
+            derivative.attach()
         self.derivative = derivative
 
     @property
@@ -61,8 +63,9 @@ class Judging:
         """The step that can be rewarded now, its judge, and why the step that waited was dropped, if it was."""
         problem = self._drop_step_not_taken()
         step, judge = self.reference.match(current, now)
-        if step is current and self._known is not None:
-            judge = replace(judge, direction=self._known)
+        known, self._known = self._known, None
+        if step is current and known is not None:
+            judge = replace(judge, direction=known)
         elif self._applied is not None:
             compute = self._applied.of_next_step if step is current else self._applied.of_last_step
             judge = replace(judge, direction=Computed(judge.direction, compute))
@@ -74,6 +77,11 @@ class Judging:
             return None
         self.reference.drop()
         return NOT_TAKEN
+
+    def drop(self) -> None:
+        """Drop the step that waits, and the judge of the open step."""
+        self.reference.drop()
+        self._known = None
 
     def end_step(self) -> None:
         """The step is over; the optimizer has not moved the parameters yet."""
@@ -90,6 +98,8 @@ class Judging:
         if (state["optimizer"] is None) != (self.derivative is None):
             had, has = ("without", "has") if state["optimizer"] is None else ("with", "has not")
             raise UsageError(f"The state is of a learner {had} optimizer=, which this one {has}. Fix: make it alike.")
+        if self.derivative is not None:
+            self.derivative.refuse_other_state(state["optimizer"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.reference.load_state_dict(state["reference"])

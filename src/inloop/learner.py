@@ -3,11 +3,12 @@
     step t        a_i ~ p(.; φ_t)              sample
                   g_t = ∇L_t(θ_t)              the user's forward and backward pass, recorded on a tape
                   r_i = <∇l_i(θ_{t-1}), g_t>   step: reward the examples of step t-1 by the gradient of step t,
-                  φ_{t+1} <- φ_t               move the policy by sum_i r_i ∇log p(a_i), release the tape of t-1
+                  φ_{t+1} <- φ_t               give the rewards to the update rule, which may move the policy,
+                                               and release the tape of t-1
                   θ_{t+1} <- θ_t               the user's optimizer
 
-g_t is the raw batch gradient: before clipping, weight decay and momentum. So step t+1 rewards a choice of step t, and the choices of step t+2
-are the first that can follow from it. Recording opens in ``sample`` or ``use`` and closes in ``step``.
+g_t is the raw batch gradient, before clipping, weight decay and momentum; with ``optimizer=`` it is Pᵀ g_t (``judging.py``). Step t+1 rewards a
+choice of step t, so the choices of step t+2 are the first that can follow from it. Recording opens in ``sample`` or ``use`` and closes in ``step``.
 """
 
 import logging
@@ -115,6 +116,7 @@ class InLoop:
         with ExitStack() as undo:  # a learner that is refused leaves nothing behind
             undo.callback(self._recorder.remove)
             self.use_optimizer(optimizer)
+            undo.callback(self.use_optimizer, None)
             self.reference.attach(model, self.reward)
             undo.callback(self.reference.detach)
             self.update.attach(policy, self.reward, self.reference)
@@ -159,10 +161,10 @@ class InLoop:
             self.close()
             raise VerificationError(f"{error} The learner has been closed.") from None
         except BaseException:
-            self.reference.drop()
+            self._judging.drop()
             self.skip()
             raise
-        self._sampler.waiting = []
+        self._sampler.announced = []
         for call in self.callbacks:
             call(report)
         return report
@@ -173,7 +175,7 @@ class InLoop:
         self.num_steps += 1
         lag = max([self.update.version - draw.version for draw in draws])
         if finished.problem is not None:
-            self.reference.drop()
+            self._judging.drop()
             finished.step.release()
             return self._reporter.report(self.num_steps, lag, dropped=finished.problem)
         if self.statistics is not None:
@@ -182,7 +184,7 @@ class InLoop:
         results: dict[str, Any] = {"dropped": dropped}
         if step is not None and not step.is_empty:
             results = self._reward(step, judge)
-        if step is not finished.step:
+        if self.reference.waiting is finished.step:
             finished.step.own_parameters()  # before the optimizer changes them; those of step t-1 are released by now
         self._judging.end_step()
         report = self._reporter.report(self.num_steps, lag, **results)
@@ -233,10 +235,10 @@ class InLoop:
             known = self._judging.open()
             at_once = known if self._aligns_once else None
             self._recorder.open(self._judging.waiting, self._judging.of_last_step, at_once)
-        self._sampler.waiting.append(draw)
+        self._sampler.announced.append(draw)
         if draw.plain:
             self._recorder.expect_plain()
-        self._recorder.expect(self.num_waiting - 1, draw.rewarded_here)
+        self._recorder.expect(self.num_announced - 1, draw.rewarded_here)
 
     def use_optimizer(self, optimizer: object) -> None:
         """Reward the steps of this optimizer from here on, if it was made after the learner or in place of another."""
@@ -248,9 +250,9 @@ class InLoop:
         return self._reporter.num_dropped
 
     @property
-    def num_waiting(self) -> int:
+    def num_announced(self) -> int:
         """How many draws were announced since the last step."""
-        return len(self._sampler.waiting)
+        return len(self._sampler.announced)
 
     @property
     def loss_weight(self) -> float:
@@ -272,7 +274,7 @@ class InLoop:
             log.info("inloop: step %d is not rewarded, since the batch after it was skipped", self.num_steps)
             self.reference.drop()
         self._recorder.close()
-        self._sampler.waiting = []
+        self._sampler.announced = []
 
     # ---------------------------------------------------------------- lifetime and state
 
@@ -293,7 +295,7 @@ class InLoop:
         self.reference.detach()
         self.update.detach()
         self.use_optimizer(None)
-        self._sampler.waiting = []
+        self._sampler.announced = []
 
     def __repr__(self) -> str:
         names = type(self.model).__name__, type(self.policy).__name__, type(self.reward).__name__

@@ -1,6 +1,6 @@
 """How an optimizer's step depends on the gradient: the derivative of the update, by optimizer.
 
-An example's weight in step t changes the gradient g_t, that changes the update, and that changes the reference loss:
+More weight on an example changes g_t. This changes the update, which changes the reference loss:
 
     r_i = <∇l_i(θ_t), Pᵀ g_ref>          P = -∂(θ_{t+1} - θ_t) / ∂g_t
 
@@ -27,8 +27,10 @@ from torch.optim.adam import Adam
 from torch.optim.adamax import Adamax
 from torch.optim.adamw import AdamW
 from torch.optim.sgd import SGD
+from torch.utils.hooks import RemovableHandle
 
 from inloop.errors import UsageError
+from inloop.hooks import Hook, remove_all
 
 SecondMoment = Literal["fixed", "moving"]
 State = Mapping[str, Any]
@@ -84,17 +86,29 @@ class StepDerivative:
         self._moving = second_moment == "moving"
         self._parameters = dict(model.named_parameters())
         _refuse_other_parameters(self._parameters, self.optimizers)
+        self._groups: dict[int, tuple[int, int]] = {}  # by the id of a parameter: the numbers of optimizer and group
         self._steps = [0] * len(self.optimizers)
         self.mark()
-        # By the id of a parameter: the number of its optimizer, and the settings of its group in the last step.
-        self._settings: dict[int, tuple[int, dict[str, Any]]] = {}
-        self._gradients: dict[int, Tensor] = {}  # as the optimizers saw them
+        # By the id of a parameter: the settings of its group in the last step, and its gradient as the optimizer saw it.
+        self._settings: dict[int, dict[str, Any]] = {}
+        self._gradients: dict[int, Tensor] = {}
         self._is_new: set[int] = set()  # parameters whose last step was their first
-        handles = []
+        self._handles: list[RemovableHandle] = []
+        weakref.finalize(self, remove_all, self._handles)
+
+    def attach(self) -> None:
+        """Follow the optimizers' steps from here on."""
+        if self._handles:
+            raise UsageError("This StepDerivative belongs to another learner already. Fix: make one for each learner.")
         for number, optimizer in enumerate(self.optimizers):
-            handles.append(optimizer.register_step_pre_hook(_Tell(self, number, StepDerivative._before)))
-            handles.append(optimizer.register_step_post_hook(_Tell(self, number, StepDerivative._after)))
-        self.remove = weakref.finalize(self, _remove, handles)
+            self._handles.append(optimizer.register_step_pre_hook(_Tell(self, number, StepDerivative._before)))
+            self._handles.append(optimizer.register_step_post_hook(_Tell(self, number, StepDerivative._after)))
+
+    def detach(self) -> None:
+        """Take the hooks off the optimizers."""
+        remove_all(self._handles)
+        self._handles.clear()
+        self._gradients.clear()
 
     def mark(self) -> None:
         """Make :meth:`of_last_step` count the steps from here on."""
@@ -107,33 +121,42 @@ class StepDerivative:
 
     def of_last_step(self, name: str, direction: Tensor) -> Tensor | None:
         """Return ``Pᵀ direction`` for a parameter and the step since the last mark; None if there was no step."""
-        number, _ = self._settings_of(self._parameters[name])
-        return None if self._steps[number] == self._marked[number] else self.of_next_step(name, direction)
+        parameter = self._parameters[name]
+        number, group = self._group_of(name, parameter)
+        if self._steps[number] == self._marked[number]:
+            return None
+        seen = {"gradient": self._gradients.get(id(parameter)), "is_new": id(parameter) in self._is_new}
+        state = {**self.optimizers[number].state.get(parameter, {}), **seen}
+        return self._derivatives[number](direction, state, self._settings.get(id(parameter), group))
 
     def of_next_step(self, name: str, direction: Tensor) -> Tensor | None:
-        """Return ``Pᵀ direction`` for the optimizer as it is now; the direction itself before its first step."""
+        """Return ``Pᵀ direction`` with the optimizer's present state, an estimate for its next step.
+
+        Before any step it is the direction itself.
+        """
         parameter = self._parameters[name]
-        number, group = self._settings_of(parameter)
-        if not self._steps[number] and not self.optimizers[number].state:
+        number, group = self._group_of(name, parameter)
+        if not self.optimizers[number].state and not self._steps[number]:
             return direction
-        state = self.optimizers[number].state.get(parameter, {})
-        seen = {"gradient": self._gradients.get(id(parameter)), "is_new": id(parameter) in self._is_new}
-        return self._derivatives[number](direction, {**state, **seen}, group)
+        state = {**self.optimizers[number].state.get(parameter, {}), "gradient": None, "is_new": False}
+        return self._derivatives[number](direction, state, group)
 
-    def _settings_of(self, parameter: Tensor) -> tuple[int, dict[str, Any]]:
-        if id(parameter) not in self._settings:
-            for number in range(len(self.optimizers)):
-                self._keep_settings(number)
-        return self._settings[id(parameter)]
-
-    def _keep_settings(self, number: int) -> None:
-        for group in self.optimizers[number].param_groups:
-            settings = {
-                name: value.detach().clone() if isinstance(value, Tensor) else value
-                for name, value in group.items()
-                if name != "params"
+    def _group_of(self, name: str, parameter: Tensor) -> tuple[int, dict[str, Any]]:
+        """The number of the optimizer that holds a parameter, and its group."""
+        if id(parameter) not in self._groups:
+            self._groups = {
+                id(held): (number, index)
+                for number, optimizer in enumerate(self.optimizers)
+                for index, group in enumerate(optimizer.param_groups)
+                for held in group["params"]
             }
-            self._settings.update({id(parameter): (number, settings) for parameter in group["params"]})
+        if id(parameter) not in self._groups:
+            raise UsageError(
+                f"Parameter '{name}' has a gradient, but no optimizer of the learner holds it. Fix: add it to the optimizer "
+                "(add_param_group), or freeze it with requires_grad_(False)."
+            )
+        number, index = self._groups[id(parameter)]
+        return number, self.optimizers[number].param_groups[index]
 
     def _before(self, number: int) -> None:
         """Keep the values that the step will change and the derivative needs."""
@@ -148,10 +171,23 @@ class StepDerivative:
     def _after(self, number: int) -> None:
         """Keep the settings of the step: schedulers change them afterwards."""
         self._steps[number] += 1
-        self._keep_settings(number)
+        for group in self.optimizers[number].param_groups:
+            settings = {
+                name: value.detach().clone() if isinstance(value, Tensor) else value
+                for name, value in group.items()
+                if name != "params"
+            }
+            self._settings.update({id(parameter): settings for parameter in group["params"]})
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": list(self._steps)}
+
+    def refuse_other_state(self, state: dict[str, Any]) -> None:
+        """Raise if the state is of another number of optimizers."""
+        if len(state["steps"]) != len(self.optimizers):
+            raise UsageError(
+                f"The state is of a learner with {len(state['steps'])} optimizer(s); this one has {len(self.optimizers)}."
+            )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._steps = list(state["steps"])
@@ -165,28 +201,15 @@ def as_derivative(model: nn.Module, optimizer: object) -> StepDerivative | None:
     return optimizer if isinstance(optimizer, StepDerivative) else StepDerivative(model, optimizer)
 
 
-class _Tell:
-    """A hook that refers to its owner weakly; in a copy it does nothing."""
-
+class _Tell(Hook[StepDerivative]):
     def __init__(self, owner: StepDerivative, number: int, call: Callable[[StepDerivative, int], None]) -> None:
-        self._owner, self._number, self._call = weakref.ref(owner), number, call
+        super().__init__(owner)
+        self._number, self._call = number, call
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        owner = self._owner()
+        owner = self.owner()
         if owner is not None:
             self._call(owner, self._number)
-
-    def __reduce__(self) -> Any:
-        return _nothing, ()
-
-
-def _nothing() -> Callable[..., None]:
-    return lambda *args: None
-
-
-def _remove(handles: list[Any]) -> None:
-    for handle in handles:
-        handle.remove()
 
 
 def _as_seen(parameter: Tensor, group: Group) -> Tensor | None:
@@ -221,7 +244,7 @@ def _derivative_of(optimizer: Optimizer) -> Derivative:
     names = ", ".join(sorted(known.__name__ for known in _REGISTERED))
     raise UsageError(
         f"How a step of {type(optimizer).__name__} depends on the gradient is not known; it is of {names}. Fix: say it with "
-        "inloop.optimizers.register_derivative, or leave optimizer= out: examples are then judged as if the optimizer were SGD."
+        "inloop.optimizers.register_derivative, or pass optimizer=False: examples are then judged as if the optimizer were SGD."
     )
 
 

@@ -1,4 +1,4 @@
-"""The tapes of a learner's steps: when they are open, in which form steps are recorded, and whether they add up."""
+"""StepRecorder opens a tape when a batch is announced and closes it in ``learner.step``. It decides how to record the next step, and whether this one can be used."""
 
 import hashlib
 import logging
@@ -16,11 +16,11 @@ from inloop.alignment import Direction, Recording, Tape, gradients_of
 from inloop.alignment.capture import make_recorder
 from inloop.alignment.direction import Compute
 from inloop.alignment.early import EarlyAlignment
-from inloop.alignment.hooks import Hook
 from inloop.alignment.replay import SegmentFinder
 from inloop.alignment.tape import Structure, structure_of
 from inloop.distributed import is_distributed, is_sharded, world_size
 from inloop.errors import InloopError, UsageError
+from inloop.hooks import Hook
 from inloop.references import Reference
 from inloop.refusals import (
     agree,
@@ -210,13 +210,13 @@ class StepRecorder:
         return self._kinds[structure]
 
     def _problem_of(self, tape: Tape | None, waiting: Tape | None, gradients: Direction, verify: bool) -> str | None:
-        """Why a step cannot be used, though nothing of it is an error; None if it can. Learns from it how to record the next.
+        """Return the reason to drop this step, or None. Also choose how to record the next step.
 
         Raises:
             VerificationError: If the recorded examples do not add up to the gradients.
         """
         self._abandoned_in_a_row = 0
-        if problem := self.early.judge(tape, waiting, gradients):
+        if problem := self.early.learn_from(tape, waiting, gradients):
             self._may_align_at_once = False
             return problem
         if tape is None:

@@ -21,8 +21,7 @@ class StepReport:
     Attributes:
         step: The number of this step, from 1.
         lag: The number of updates of the policy between drawing this step's actions and their use.
-        dropped: Why the waiting step was dropped, without rewards; None if it was not. (After a loss or a gradient that is not finite, this
-            step will not be rewarded, either.)
+        dropped: Why a step was dropped: the waiting step, or, if this step cannot be used, both. None otherwise.
         num_dropped: The number of dropped steps so far.
         probabilities: The policy's distribution after this step.
         updated: Whether the policy moved.

@@ -22,7 +22,7 @@ class Sampler:
     def __init__(self, policy: Policy, generator: torch.Generator) -> None:
         self.policy = policy
         self.generator = generator
-        self.waiting: list[Draw] = []
+        self.announced: list[Draw] = []
         self._copy: Policy | None = None
         self._num_processes = 1  # the processes that draw together
 
@@ -68,20 +68,20 @@ class Sampler:
 
     def of_step(self) -> list[Draw]:
         """The draws since the last step."""
-        if not self.waiting:
+        if not self.announced:
             raise UsageError(
                 "learner.step was called without actions. Fix: call learner.sample(n) before the forward pass of each step, or "
                 "learner.use(actions) with choices of your own."
             )
-        return list(self.waiting)
+        return list(self.announced)
 
     def loss_weight(self) -> float:
         """The factor for the mean loss of the last draw's examples, if processes have different numbers of them."""
-        draw = self.waiting[-1] if self.waiting else None
+        draw = self.announced[-1] if self.announced else None
         return 1.0 if draw is None or not draw.num_everyone else world_size() * draw.num_examples / draw.num_everyone
 
     def state_dict(self) -> dict[str, Any]:
-        return {"generator": self.generator.get_state(), "draws": [draw.state_dict() for draw in self.waiting]}
+        return {"generator": self.generator.get_state(), "draws": [draw.state_dict() for draw in self.announced]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the generator of :meth:`state_dict`; its draws are to be announced again."""

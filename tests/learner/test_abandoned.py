@@ -129,7 +129,7 @@ def test_a_learner_whose_step_is_never_called_warns_and_keeps_nothing(cleared_fi
             run.optimizer.zero_grad()
     (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
     assert "or used by the optimizer, without learner.step (2 time(s) in a row)" in warning.getMessage()
-    assert run.learner.num_waiting == 1
+    assert run.learner.num_announced == 1
     run.optimizer.zero_grad()
     assert not run.train(3).reports[-1].dropped
 
@@ -239,7 +239,7 @@ def test_a_micro_batch_whose_gradient_is_zero_is_not_given_up():
     for weight in (0.0, 1.0):
         x, y = run.mixture.draw(run.learner.sample(8))
         (weight * F.cross_entropy(run.model(x), y)).backward()
-    assert run.learner.num_waiting == 2
+    assert run.learner.num_announced == 2
 
 
 @pytest.mark.parametrize("call", ["sample", "skip"])

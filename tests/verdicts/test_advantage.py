@@ -75,7 +75,7 @@ def test_nothing_is_said_of_a_source_that_was_hardly_seen():
     statistics = statistics_of([0.0, 0.0], steps=50)
     few = SourceStatistics(3)
     sums = statistics.advantages.state_dict()["sums"]
-    few.advantages.load_state_dict({"num_steps": 50, "sums": torch.cat([sums, torch.zeros(5, 1)], dim=1)})
+    few.advantages.load_state_dict({"sums": torch.cat([sums, torch.zeros(5, 1)], dim=1)})
     few.add(report(torch.tensor([0.0, 0.1, -9.0, 0.2]), torch.tensor([0, 1, 2, 0]), 3))
     verdict = few.verdicts()[2]
     assert verdict.examples == 1

@@ -131,3 +131,15 @@ def test_printed_it_has_a_row_for_each_source():
         "0: too few steps",
         "1: too few steps",
     ]
+
+
+@pytest.mark.parametrize("drawn", [[600, 600, 0], [600, 600, 1]])
+def test_a_source_that_is_never_drawn_does_not_make_the_others_seen_too_often(drawn):
+    sources = [(torch.zeros(100, 2), torch.zeros(100, dtype=torch.long))] * 3
+    statistics = SourceStatistics(inloop.Mixture(sources))
+    statistics.drawn_K.copy_(torch.tensor(drawn))
+    assert "seen too often" not in [verdict.word for verdict in statistics.verdicts()]
+    statistics.drawn_K.copy_(torch.tensor([6000, 100, 100]))
+    assert statistics.verdicts()[0].word == "undecided"  # all sources were seen 21 times on average
+    statistics.drawn_K.copy_(torch.tensor([600, 10, 10]))
+    assert [verdict.word for verdict in statistics.verdicts()] == ["undecided", "undecided", "undecided"]

@@ -79,13 +79,13 @@ class EarlyAlignment:
     def _align(self, call: Kept) -> None:
         assert self._tape is not None
         try:
-            self._tape.align_ahead(call, self._gradients, self._compute)
+            self._tape.align_early(call, self._gradients, self._compute)
         except OverwrittenTensorError:
             return  # raised again when the rest of the tape is aligned, outside of the user's backward pass
         for name in call.parameter_names.values():
             self._users[name].remove(call)
 
-    def judge(self, step: Tape | None, waiting: Tape | None, gradients: Direction) -> str | None:
+    def learn_from(self, step: Tape | None, waiting: Tape | None, gradients: Direction) -> str | None:
         """Learn from a complete step. Return a sentence if the released tensors are still needed, else None.
 
         Args:

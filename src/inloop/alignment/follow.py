@@ -23,10 +23,10 @@ from torch.utils.hooks import RemovableHandle
 
 from inloop.alignment.black_box import random_state
 from inloop.alignment.call import Layouts, original_type
-from inloop.alignment.hooks import Hook, not_compiled
 from inloop.alignment.kept import tensors_in
 from inloop.alignment.operation import Recipe, Use, Value, first_length, is_in_place, is_random_factory
 from inloop.alignment.plan import Plan
+from inloop.hooks import Hook, not_compiled
 
 Record = Callable[[Use], None]
 

@@ -1,4 +1,4 @@
-"""Hooks that leave no trace, and two ways to catch the gradient of a layer's output.
+"""Two ways to catch the gradient of a layer's output.
 
 A *hook* on the output tensor serves layers with a rule, and operations, some of which work in place and have no output
 to exchange. A *node* in the graph replaces the output, at twice the time (12 and 25 µs a call, measured on a linear
@@ -7,70 +7,14 @@ twice; behind a node each has only the gradient of its users. A *fused* layer fo
 backward pass, and adds them up to the batch gradient instead of computing both.
 """
 
-import sys
-import weakref
-from collections.abc import Callable
-from functools import cache, wraps
-from typing import Any, Generic, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from inloop.alignment.kept import ExampleGradients
 from inloop.alignment.rules import Backward
 from inloop.alignment.tape import Waiting
-
-Owner = TypeVar("Owner")
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-# ---------------------------------------------------------------- hooks that leave no trace
-
-
-def not_compiled(function: Function) -> Function:
-    """Exempt a hook and all it calls from torch.compile, without importing the compiler, which takes seconds."""
-
-    @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return (_disabled(function) if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
-
-    call._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return cast(Function, call)
-
-
-@cache
-def _disabled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return cast(Callable[..., Any], torch.compiler.disable(function))
-
-
-def remove_all(handles: list[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
-
-
-def _do_nothing(*_: object) -> None:
-    """Replace a hook in copies of the model."""
-
-
-def _hook_of_a_copy() -> object:
-    return _do_nothing
-
-
-class Hook(Generic[Owner]):
-    """A hook that refers to its owner weakly. Copies of a module, by deepcopy or pickle, get one that does nothing."""
-
-    def __init__(self, owner: Owner) -> None:
-        self.owner = weakref.ref(owner)
-
-    def __deepcopy__(self, memo: object) -> object:
-        return _do_nothing
-
-    def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
-        return _hook_of_a_copy, ()
-
-
-# ---------------------------------------------------------------- catching the gradient of an output
 
 
 def hook_gradient(output: Tensor, waiting: Waiting) -> None:

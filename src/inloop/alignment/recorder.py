@@ -34,7 +34,7 @@ from inloop.alignment.call import (
 from inloop.alignment.direction import Direction
 from inloop.alignment.early import EarlyAlignment
 from inloop.alignment.follow import Watch
-from inloop.alignment.hooks import NODES, Exchange, Fused, Hook, Identity, hook_gradient, not_compiled, remove_all
+from inloop.alignment.hooks import NODES, Exchange, Fused, Identity, hook_gradient
 from inloop.alignment.kept import tensors_in, versions_of
 from inloop.alignment.operation import Use, record_use
 from inloop.alignment.plan import Plan, Site
@@ -42,6 +42,7 @@ from inloop.alignment.probe import layouts_of
 from inloop.alignment.tape import Reduction, Retention, Tape
 from inloop.distributed import is_sharded
 from inloop.errors import UnsupportedLayerError
+from inloop.hooks import Hook, not_compiled, remove_all
 
 _MOST_SHAPES = 1000  # to remember the decisions for, per layer: sequences may have any length
 

@@ -25,7 +25,6 @@ from torch.utils.hooks import RemovableHandle
 
 from inloop.alignment.black_box import RunAgain, graph_of
 from inloop.alignment.call import LayerCall, Layouts, Recorded, make_twin
-from inloop.alignment.hooks import Hook, not_compiled, remove_all
 from inloop.alignment.kept import Kept, tensors_in
 from inloop.alignment.operation import first_length
 from inloop.alignment.plan import LayerFilter, Plan, Site, as_predicate, make_plan
@@ -34,6 +33,7 @@ from inloop.alignment.recorder import Recorder
 from inloop.alignment.tape import Tape, batch_sizes
 from inloop.alignment.verify import refuse_unseen_uses
 from inloop.errors import UnsupportedLayerError, UsageError
+from inloop.hooks import Hook, not_compiled, remove_all
 
 _NUM_PARTS = 4  # of a batch, to run again one after the other
 _CANNOT_RUN = (RuntimeError, ValueError, IndexError, UnsupportedLayerError)

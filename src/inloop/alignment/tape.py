@@ -284,7 +284,7 @@ class Tape:
 
     # ---------------------------------------------------------------- aligning ahead (early.py says when)
 
-    def align_ahead(self, call: Kept, gradients: Direction, compute: Compute | None = None) -> None:
+    def align_early(self, call: Kept, gradients: Direction, compute: Compute | None = None) -> None:
         """Align one call with final gradients, changed by ``compute`` if given, and release it."""
         self.batch_sizes()
         direction = gradients if compute is None else Computed(gradients, compute)

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from inloop.errors import UsageError
 from inloop.mixture.mixture import Mixture
 from inloop.mixture.sources import Key, StreamSource
-from inloop.policies import Actions, Discrete, Product
+from inloop.policies import Actions, Discrete, source_policy
 from inloop.randomness import default_generator
 from inloop.step import Draw
 
@@ -108,7 +108,7 @@ class MixtureLoader:
     def use_next(self) -> Actions:
         """Announce the oldest unused batch as the next to train on; returns its actions."""
         order = self._on_order.popleft()
-        self._in_step = [*self._in_step, order] if self.learner.num_waiting else [order]
+        self._in_step = [*self._in_step, order] if self.learner.num_announced else [order]
         self.learner.use(order.draw)
         self.mixture.count(order.source_N)
         self.num_yielded += 1
@@ -175,11 +175,11 @@ class MixtureLoader:
         Args:
             within_step: Allow it between the micro-batches of a step, too; a continued run uses them again.
         """
-        if self.learner.num_waiting and not within_step:
+        if self.learner.num_announced and not within_step:
             raise UsageError(
                 "The loader was saved between a batch and its learner.step. Fix: save after learner.step(loss)."
             )
-        begun = self._in_step if self.learner.num_waiting else []
+        begun = self._in_step if self.learner.num_announced else []
         mixture = self.mixture.state_dict()
         for order in begun:
             mixture["drawn"] -= torch.bincount(order.source_N, minlength=len(self.mixture.sources))
@@ -226,8 +226,7 @@ class _Fetch(Dataset[Any]):
 
 
 def _refuse_other_number_of_sources(mixture: Mixture, learner: "InLoop") -> None:
-    policy = learner.policy
-    chooser = policy.factors["source"] if isinstance(policy, Product) and "source" in policy.factors else policy
+    chooser = source_policy(learner.policy)
     if isinstance(chooser, Discrete) and chooser.num_choices != len(mixture.sources):
         raise UsageError(
             f"The policy chooses among {chooser.num_choices} sources, the mixture has {len(mixture.sources)}. Fix: make them equal."

@@ -13,7 +13,7 @@ from inloop.errors import UsageError
 from inloop.mixture.batches import collated, gathered, tensors_alike, with_tensors
 from inloop.mixture.labels import label_entropy
 from inloop.mixture.sources import IndexedSource, Key, StreamSource, as_source
-from inloop.policies import Actions
+from inloop.policies import Actions, source_of
 from inloop.randomness import default_generator
 
 if TYPE_CHECKING:
@@ -227,12 +227,7 @@ class Mixture:
 
 
 def _sources_of(actions: Actions, num_sources: int) -> Tensor:
-    if not isinstance(actions, Tensor):
-        if not isinstance(actions, dict) or "source" not in actions:
-            got = sorted(actions) if isinstance(actions, dict) else type(actions).__name__
-            raise UsageError(f"Actions are a tensor of sources, or a dict with the entry 'source'; got {got}.")
-        actions = actions["source"]
-    source_N = cast(Tensor, actions)
+    source_N = source_of(actions)
     if len(source_N) and not 0 <= int(source_N.min()) <= int(source_N.max()) < num_sources:
         raise UsageError(
             f"The actions name sources {int(source_N.min())} to {int(source_N.max())}; there are 0 to {num_sources - 1}. Fix: "

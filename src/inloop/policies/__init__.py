@@ -12,5 +12,7 @@ from inloop.policies.mixture import MixturePolicy as MixturePolicy
 from inloop.policies.policy import Policy as Policy
 from inloop.policies.policy import RewardSummary as RewardSummary
 from inloop.policies.product import Product as Product
+from inloop.policies.product import source_of as source_of
+from inloop.policies.product import source_policy as source_policy
 from inloop.policies.shares import Shares as Shares
 from inloop.policies.sources import SourceInfo as SourceInfo

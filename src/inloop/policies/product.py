@@ -90,6 +90,22 @@ class Product(Policy):
         return actions
 
 
+def source_policy(policy: Policy) -> Policy:
+    """The policy that chooses the source: the factor "source" of a product, or the policy itself."""
+    has_source = isinstance(policy, Product) and "source" in policy.factors
+    return cast(Policy, cast(Product, policy).factors["source"]) if has_source else policy
+
+
+def source_of(actions: Actions) -> Tensor:
+    """The source of each example, of a mixture's actions or a product's."""
+    if isinstance(actions, Tensor):
+        return actions
+    if not isinstance(actions, Mapping) or "source" not in actions:
+        got = sorted(actions) if isinstance(actions, Mapping) else type(actions).__name__
+        raise UsageError(f"Actions are a tensor of sources, or a dict with the entry 'source'; got {got}.")
+    return cast(Tensor, actions["source"])
+
+
 def _condition(factor: Policy, actions: Mapping[str, Actions]) -> dict[str, Tensor]:
     if isinstance(factor, Discrete) and factor.given is not None:
         return {"given_N": cast(Tensor, actions[factor.given])}

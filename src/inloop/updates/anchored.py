@@ -9,7 +9,7 @@ all examples so far and their normalised rewards w_i (mean 0 and deviation 1 wit
 For a softmax this is the mean reward of choice j minus that of the others. V_j is the variance of X_j - a_j Y_j over
 steps: examples of one step share a judge. Y_j, the variance if they did not, is a lower bound for the first steps. Then
 
-    φ_j = φ_0j + clip(S(a_j - m) / temperature),    S(a) = sign(a) max(0, |a| - caution se)
+    φ_j = φ_0j + clip(S(a_j - m) / temperature),    S(a) = a max(0, 1 - (caution se / a)²)
 
 with m the median of a over the alternatives of the same choice (0 for yes or no): a single excellent source must not
 make all others look bad.
@@ -19,7 +19,9 @@ keeps e^-3 of the prior's odds for a dropped choice, so that it is seen if it be
 choice's odds. Beyond ``memory`` examples, new evidence replaces old. A choice that is seldom drawn forgets slowly.
 
 Where a reward of zero means "no effect" (``Reference.zero_is_neutral``), a choice must also be worse than nothing, by
-its own mean reward in standard deviations. S is then the smaller of the two effects, and the rule raises no choice.
+its own mean reward in standard deviations. S is then the smaller of the two effects, and the rule raises no choice. It
+moves nothing, and forgets quickly, until most alternatives of a choice are certainly better than nothing: the first
+steps of a training run say little, and a good source that is dropped for them would never be learned.
 """
 
 import math
@@ -68,6 +70,10 @@ class Evidence:
         error = torch.maximum(variance, squares).sqrt() / y.clamp_min(1e-12)
         return ratio, torch.where(steps >= LEAST_STEPS, error, torch.inf)
 
+    def forget(self, share: float) -> None:
+        """Keep this share of the evidence."""
+        self.sums *= share
+
     def certain(self, caution: float, groups: Sequence[Tensor] = ()) -> Tensor:
         """Return S: the part of the ratio beyond ``caution`` standard errors.
 
@@ -75,11 +81,13 @@ class Evidence:
             groups: Rows of parameters, [G, K] each, that are compared with their median.
         """
         ratio, error = self.estimate()
-        ratio = ratio.clone()
         for rows_GK in groups:
             known_GK = torch.where(error[rows_GK].isfinite(), ratio[rows_GK], torch.nan)
             ratio[rows_GK] -= known_GK.nanquantile(0.5, dim=-1, keepdim=True).nan_to_num(0.0)
-        return ratio.sign() * (ratio.abs() - caution * error).clamp_min(0)
+        is_certain = ratio.abs() > caution * error
+        return torch.where(
+            is_certain, ratio - (caution * error).square() / ratio.where(is_certain, torch.ones(())), 0.0
+        )
 
 
 class Anchored(Update):
@@ -87,7 +95,7 @@ class Anchored(Update):
 
     Args:
         temperature: The advantage, in standard deviations of a step's rewards, that changes a choice's odds e-fold.
-        caution: How many standard errors to subtract from an advantage.
+        caution: How many standard errors an advantage must have to count.
         memory: How many examples the evidence covers.
     """
 
@@ -139,19 +147,25 @@ class Anchored(Update):
         self._num_steps += 1
         if self._num_steps % EVERY:
             return False
-        self._move()
-        return True
+        return self._move()
 
-    def _move(self) -> None:
+    def _move(self) -> bool:
+        """Set the parameters by the evidence; return whether there is enough of it."""
         effect = self._against_others.certain(self.caution, self._groups)
         if self.reference.zero_is_neutral:
-            effect = torch.maximum(effect, self._against_nothing.certain(self.caution)).clamp_max(0)
+            gain = self._against_nothing.certain(self.caution)
+            if not all(bool(((gain[rows_GK] > 0).double().mean(dim=-1) > 0.5).all()) for rows_GK in self._groups):
+                self._against_others.forget(0.5)
+                self._against_nothing.forget(0.5)
+                return False
+            effect = torch.maximum(effect, gain).clamp_max(0)
         values = self._prior + (effect / self.temperature).clamp(LOWEST, HIGHEST)
         start = 0
         for parameter in self._parameters:
             parameter.copy_(values[start : start + parameter.numel()].view_as(parameter))
             start += parameter.numel()
         self.version += 1
+        return True
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {

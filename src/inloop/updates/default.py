@@ -4,14 +4,14 @@ from typing import Literal
 
 from inloop.errors import UsageError
 from inloop.policies import Policy
-from inloop.updates.reinforce import Reinforce
+from inloop.updates.reinforce import Reinforce, trainable
 from inloop.updates.update import NoUpdate, Update
 
 
 def as_update(update: Update | Literal[False] | None, policy: Policy) -> Update:
-    """The rule itself; by default REINFORCE, as in the paper; a policy without parameters stays as it is, as does any with False."""
+    """Return the given rule. None means REINFORCE, or NoUpdate if the policy has no parameters. False means NoUpdate."""
     if update is None:
-        return Reinforce() if any(True for _ in policy.parameters()) else NoUpdate()
+        return Reinforce() if trainable(policy) else NoUpdate()
     if update is False:
         return NoUpdate()
     if not isinstance(update, Update):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from inloop.errors import UsageError
 from inloop.policies import Policy, RewardSummary
-from inloop.rewards import Reward
+from inloop.rewards import ExampleLoss, Reward
 from inloop.step import Draw
 from inloop.updates.shares import joined_actions, shares_in
 from inloop.updates.update import Update
@@ -33,6 +33,10 @@ class FollowLosses(Update):
         self.temperature, self.smoothing = temperature, smoothing
 
     def begin(self, policy: Policy, reward: Reward) -> None:
+        if not isinstance(reward, ExampleLoss):
+            raise UsageError(
+                f"FollowLosses needs the losses of the examples, and the reward is {type(reward).__name__}. Fix: reward='loss'."
+            )
         self._shares = shares_in(policy, self)
         self.losses_K = torch.full((self._shares.num_choices,), torch.nan, dtype=torch.float64)
 

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from inloop.errors import UsageError
-from inloop.policies import Actions, Policy, Product, Shares, concatenate
+from inloop.policies import Policy, Shares, concatenate, source_of, source_policy
 from inloop.step import Draw
 from inloop.updates.update import Update
 
 
 def shares_in(policy: Policy, update: Update) -> Shares:
     """The shares that a rule can set: the policy itself, or the factor "source" of a product."""
-    chooser = policy.factors["source"] if isinstance(policy, Product) and "source" in policy.factors else policy
+    chooser = source_policy(policy)
     if not isinstance(chooser, Shares):
         raise UsageError(
             f"{type(update).__name__} sets the shares of sources by itself, and the policy is a {type(chooser).__name__}. Fix: use "
@@ -23,7 +23,4 @@ def shares_in(policy: Policy, update: Update) -> Shares:
 
 def joined_actions(draws: Sequence[Draw]) -> Tensor:
     """The sources that were chosen for the rewarded examples of a step."""
-    actions: Actions = concatenate([draw.rewarded for draw in draws])
-    source_N = actions if isinstance(actions, Tensor) else actions["source"]
-    assert isinstance(source_N, Tensor)
-    return source_N
+    return source_of(concatenate([draw.rewarded for draw in draws]))

@@ -29,7 +29,6 @@ class Advantages:
     """The mean advantage of each of K sources, from sums over steps."""
 
     def __init__(self, num_sources: int) -> None:
-        self.num_steps = 0
         # sums over steps of n, n d, n², n² d, n² d²
         self._sums = torch.zeros(5, num_sources, dtype=torch.float64)
 
@@ -42,7 +41,6 @@ class Advantages:
         n_K = torch.where(d_K.isnan(), 0.0, n_K)
         d_K = d_K.nan_to_num(0.0)
         self._sums += torch.stack([n_K, n_K * d_K, n_K**2, n_K**2 * d_K, n_K**2 * d_K**2])
-        self.num_steps += 1
 
     @property
     def examples_K(self) -> Tensor:
@@ -67,12 +65,11 @@ class Advantages:
         return mean_K - errors_K * error_K, mean_K + errors_K * error_K
 
     def state_dict(self) -> dict[str, Any]:
-        return {"num_steps": self.num_steps, "sums": self._sums.clone()}
+        return {"sums": self._sums.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["sums"].shape != self._sums.shape:
             raise UsageError(f"The state is of {state['sums'].shape[1]} sources; this has {self._sums.shape[1]}.")
-        self.num_steps = state["num_steps"]
         self._sums.copy_(state["sums"])
 
 

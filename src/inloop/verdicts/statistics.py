@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from inloop.errors import UsageError
-from inloop.policies import Actions, Discrete, Policy, Product, RewardSummary, SourceInfo
+from inloop.policies import Discrete, Policy, RewardSummary, SourceInfo, source_of, source_policy
+from inloop.references import Reference
 from inloop.report import StepReport
 from inloop.step import Draw
 from inloop.verdicts.advantage import Advantages
 from inloop.verdicts.losses import SourceLosses
-from inloop.verdicts.verdict import LEAST_EFFECT, LossEvidence, SourceVerdict, word_for
+from inloop.verdicts.verdict import LossEvidence, SourceVerdict, is_below, word_for
 
 
 class SourceStatistics:
@@ -27,7 +28,7 @@ class SourceStatistics:
         least_effect: The smallest advantage, in standard deviations of a step's rewards, that counts.
     """
 
-    def __init__(self, sources: object, level: float = 0.95, least_effect: float = LEAST_EFFECT) -> None:
+    def __init__(self, sources: object, level: float = 0.95, least_effect: float = Reference.least_effect) -> None:
         if not 0 < level < 1:
             raise UsageError(f"level={level}: allowed are numbers between 0 and 1.")
         self.sources = SourceInfo.of(sources)
@@ -61,21 +62,27 @@ class SourceStatistics:
     def count(self, draws: Sequence[Draw], losses_N: Tensor | None) -> None:
         """Add the examples that a step was trained on: those of all processes, and the losses of this process's own."""
         for draw in draws:
-            self.drawn_K += torch.bincount(source_of(draw.everyone), minlength=len(self.sources))
+            self.drawn_K += torch.bincount(source_of(draw.everyone).cpu(), minlength=len(self.sources))
         if losses_N is not None:
-            self.losses.add(torch.cat([source_of(draw.actions) for draw in draws]), losses_N)
+            self.losses.add(torch.cat([source_of(draw.actions).cpu() for draw in draws]), losses_N)
 
     @property
     def epochs_K(self) -> Tensor:
         """Effective epochs of each source; nan if its size is not known."""
-        return self.drawn_K / torch.tensor([math.nan if n is None else n for n in self.sources.sizes()])
+        return self.drawn_K / self._sizes_K
+
+    @property
+    def _sizes_K(self) -> Tensor:
+        return torch.tensor([math.nan if n is None else n for n in self.sources.sizes()], dtype=torch.float64)
 
     def verdicts(self) -> list[SourceVerdict]:
         """A verdict for each source."""
         mean_K, *_ = self.advantages.estimate()
         low_K, high_K = self.advantages.interval(self.level)
         evidence, epochs_K = self._loss_evidence(), self.epochs_K
-        overall = float(self.drawn_K.sum() / (self.drawn_K / epochs_K).sum())
+        known_K = epochs_K.isfinite()  # sources of known size
+        sizes_K = self._sizes_K[known_K]
+        overall = float(self.drawn_K[known_K].sum() / sizes_K.sum()) if len(sizes_K) else math.nan
         return [
             SourceVerdict(
                 source=k,
@@ -100,7 +107,7 @@ class SourceStatistics:
             return [None] * len(self.sources)
         constant_K = torch.tensor(self.sources.constant_losses(), dtype=torch.float64)
         # The others learn if most of them do: a few may be bad, too.
-        learns_K = (recent_K + 2 * error_K < constant_K).double()
+        learns_K = is_below(recent_K, error_K, constant_K).double()
         others_K = (learns_K.sum() - learns_K) / max(1, len(learns_K) - 1)
         values = zip(*(v.tolist() for v in (first_K, recent_K, error_K, constant_K, others_K)), strict=True)
         return [
@@ -131,17 +138,10 @@ class SourceStatistics:
 
 def statistics_for(policy: Policy, least_effect: float) -> SourceStatistics | None:
     """Statistics of a policy's sources: its own choices or, of a product, those of its factor "source"; None if it has no such choice."""
-    factor = policy.factors["source"] if isinstance(policy, Product) and "source" in policy.factors else policy
+    factor = source_policy(policy)
     if not isinstance(factor, Discrete) or factor.given is not None:
         return None
     return SourceStatistics(getattr(factor, "sources", factor.num_choices), least_effect=least_effect)
-
-
-def source_of(actions: Actions) -> Tensor:
-    """The source of each example, of a mixture's actions or a product's."""
-    source_N = actions["source"] if isinstance(actions, dict) else actions
-    assert isinstance(source_N, Tensor)
-    return source_N.cpu()
 
 
 def table(verdicts: Sequence[SourceVerdict], level: float) -> str:

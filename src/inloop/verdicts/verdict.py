@@ -13,9 +13,11 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+from torch import Tensor
+
 Word = Literal["ok", "flagged", "bad", "different or partly wrong", "seen too often", "undecided"]
 
-LEAST_EFFECT = 0.02
 MOST_EPOCHS = 4.0
 
 
@@ -41,7 +43,7 @@ class LossEvidence:
         """Whether the recent loss is below the constant prediction's; None if that cannot be said."""
         if math.isnan(self.recent) or math.isnan(self.constant) or not self.others_learn:
             return None
-        return self.recent + 2 * self.error < self.constant
+        return bool(is_below(torch.tensor(self.recent), torch.tensor(self.error), torch.tensor(self.constant)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,11 @@ class SourceVerdict:
         return ""
 
 
+def is_below(recent: Tensor, error: Tensor, constant: Tensor) -> Tensor:
+    """Whether a loss is certainly below that of a constant prediction, by two standard errors."""
+    return recent + 2 * error < constant
+
+
 def word_for(
     low: float, high: float, epochs: float, overall: float, losses: LossEvidence | None, least_effect: float
 ) -> Word:
@@ -104,6 +111,6 @@ def word_for(
     if high < -least_effect:
         learns = None if losses is None else losses.learns
         return "flagged" if learns is None else "different or partly wrong" if learns else "bad"
-    if epochs > MOST_EPOCHS * max(1, overall):
+    if epochs > MOST_EPOCHS * max(overall, 1):  # both nan if sizes are not known
         return "seen too often"
     return "undecided" if not low >= -least_effect else "ok"

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from inloop.references import Reference
 from inloop.report import describe_collapse, effective_number, is_collapsing
 from inloop.reporting.html import html_figure, html_table, note
-from inloop.verdicts.verdict import LEAST_EFFECT
 from inloop_lab.runs.finished import FinishedRun, comparable, read_runs
 from inloop_lab.runs.summary import mean_and_interval, show_interval
 from inloop_lab.splits.figures import figure_2
@@ -119,7 +119,7 @@ def _verdicts(run: FinishedRun) -> str:
     text = (
         "Advantage: how much higher the split's examples were rewarded than all others, in standard deviations of a step's "
         "rewards; ± over seeds, and the half width of a single seed's own interval. A split is called bad if its whole interval, "
-        f"corrected for the number of splits, is below -{LEAST_EFFECT}."
+        f"corrected for the number of splits, is below -{Reference.least_effect}."
     )
     return f"<h3>Which split hurts ({escape(run.name)})</h3>" + html_table(head, rows) + note(text)
 
