@@ -23,8 +23,8 @@ class Reward(ABC):
     Attributes:
         needs_tape: Whether the layer calls of the step must be recorded. Every reward says so.
         normalisation: How REINFORCE normalises this reward by default.
-        aligns_once: Whether ``step.align(judge)`` is all that it asks of the tape. Then the tape is aligned and released
-            while that direction is being formed. A subclass does not inherit it: it must say so itself.
+        aligns_once: Whether the reward calls ``step.align(judge)`` one time, and nothing else on the tape. The engine may then align and
+            free the tape while a backward pass runs. Subclasses must set this themselves.
     """
 
     needs_tape: bool

@@ -2,15 +2,16 @@
 
 Otherwise the tape would stay until the next backward pass ends, on top of all that this pass records. Backward passes
 go from the last layer to the first. When the gradient of a layer's parameters has arrived and is final, the layer's
-calls of the previous step are aligned with it and released. A gradient is final if the step has one backward pass and
+calls of the previous step are aligned with it and released (except modules that are run again, which need a backward
+pass of their own). A gradient is final if the step has one backward pass and
 nothing changes ``p.grad`` before ``learner.step``. Only this module knows whether that holds:
 
     unknown ──a step had one backward pass──► on ──a second pass, or a gradient that changed──► off, for good
        └───────────────a step had several──────────────────────────────────────────────────────► off
 
 It is off with several processes or a sharded model, which average gradients after they arrive, and after an abandoned
-batch. The first gradient that proves not final costs the step before its rewards; later steps wait for
-``learner.step``.
+batch. The first gradient that proves not final costs this step and the one before their rewards; later steps
+wait for ``learner.step``.
 """
 
 from typing import Literal

@@ -3,7 +3,9 @@
     m_0 = θ_0        d_t = m_{t-1} - θ_t        r_i = <∇l_i(θ_t), d_t>        m_t = b m_{t-1} + (1 - b) θ_t
 
 r_i is how fast the loss of example i falls along the way from an average of earlier parameters to the present ones. d_t
-is known before the backward pass of step t and has no part of it. So each call is aligned at once, and none is kept.
+is known before the backward pass of step t and has no part of it. So, once the first steps are verified,
+each layer's call is aligned when its gradient arrives, and nothing is kept. Until the parameters have moved, nothing is
+rewarded.
 
 In a network without biases that is homogeneous in L layers, ``<∇l_i(θ), -θ>`` is L times the margin of example i,
 ``f_y - sum_k p_k f_k``. So a long trail sees, early and at any batch size, which labels do not go with the rest. It
