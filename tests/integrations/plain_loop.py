@@ -30,8 +30,9 @@ def make_options():
 def train_plainly(steps, batch=16, micro_batches=1, interleave=False):
     """The policy after every step, and the mean rewards."""
     net, mixture = make_net(), make_mixture()
-    learner = inloop.InLoop(net, inloop.MixturePolicy(3), interleave=interleave, **make_options())
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.2)  # trainers' adapters give theirs by themselves
+    options = {"optimizer": optimizer, "interleave": interleave, **make_options()}
+    learner = inloop.InLoop(net, inloop.MixturePolicy(3), **options)
     loader = iter(mixture.loader(learner, batch, micro_batches=micro_batches))
     record = []
     for _ in range(steps):

@@ -103,6 +103,11 @@ def test_losses_refine_a_flag(recent, others_learn, word):
     assert word_for(-0.3, 0.1, math.nan, math.nan, losses, 0.02) == "undecided"
 
 
+def test_a_source_of_a_single_label_cannot_be_called_bad():
+    losses = LossEvidence(first=2.4, recent=1.0, error=0.01, constant=0.0, others_learn=True)
+    assert word_for(-0.3, -0.1, math.nan, math.nan, losses, 0.02) == "flagged"
+
+
 def test_recent_losses_are_a_mean_over_all_and_then_over_some():
     losses = SourceLosses(2)
     losses.add(torch.tensor([0, 0, 1]), torch.tensor([1.0, 3.0, 5.0]))

@@ -19,6 +19,7 @@ from torch import Tensor
 Word = Literal["ok", "flagged", "bad", "different or partly wrong", "seen too often", "undecided"]
 
 MOST_EPOCHS = 4.0
+LEAST_ENTROPY = 0.1  # nats
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +41,11 @@ class LossEvidence:
 
     @property
     def learns(self) -> bool | None:
-        """Whether the recent loss is below the constant prediction's; None if that cannot be said."""
-        if math.isnan(self.recent) or math.isnan(self.constant) or not self.others_learn:
+        """Whether the recent loss is below the constant prediction's; None if that cannot be said.
+
+        A source with a single label has a constant prediction without loss, which nothing can be below.
+        """
+        if math.isnan(self.recent) or not self.constant > LEAST_ENTROPY or not self.others_learn:
             return None
         return bool(is_below(torch.tensor(self.recent), torch.tensor(self.error), torch.tensor(self.constant)))
 
