@@ -25,7 +25,9 @@ def main(steps: int = 200, folder: str | None = None, resume: bool = False) -> T
 
     mixture = inloop.Mixture(digit_sources(5, BAD))
     policy = inloop.MixturePolicy(5)
-    learner = inloop.InLoop(model, policy, update=inloop.Reinforce(accumulate=5))
+    learner = inloop.InLoop(
+        model, policy, optimizer=optimizer, update=inloop.Reinforce(accumulate=5)
+    )
     loader = mixture.loader(learner, 64, num_batches=steps * ACCUMULATE, micro_batches=ACCUMULATE)
     accelerator.register_for_checkpointing(learner, loader)
     if resume:

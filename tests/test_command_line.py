@@ -37,7 +37,7 @@ def run_cli(capsys, *arguments):
 @pytest.mark.usefixtures("no_lab")
 @pytest.mark.parametrize("arguments", [["run"], ["run", "splits", "--seeds", "2"], ["bench", "--help"]], ids=str)
 def test_a_command_of_the_lab_says_what_to_install(arguments, capsys):
-    line = f'inloop: `inloop {arguments[0]}` is part of the lab. Fix: pip install "inloop[lab]"\n'
+    line = f'inloop: `inloop {arguments[0]}` is part of the lab. Fix: in a clone of inloop, pip install -e ".[lab]" -e lab\n'
     assert run_cli(capsys, *arguments) == (2, "", line)
 
 
@@ -47,7 +47,7 @@ def test_help_lists_the_commands_of_the_lab(capsys):
         cli.main(["--help"])
     assert error.value.code == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert 'run run an experiment; part of the lab: pip install "inloop[lab]"' in shown
+    assert 'run run an experiment; part of the lab: in a clone of inloop, pip install -e ".[lab]" -e lab' in shown
     assert "bench time and memory of a training step; part of the lab" in shown
 
 
@@ -179,7 +179,9 @@ def test_runs_of_the_lab_without_the_lab(tmp_path, capsys):
     (tmp_path / "a" / "settings.json").write_text('{"experiment": "splits"}')
     code, _, error = run_cli(capsys, "report", tmp_path)
     assert code == 2
-    assert error.endswith('holds runs of the lab; reporting on them needs the lab. Fix: pip install "inloop[lab]".\n')
+    assert error.endswith(
+        'holds runs of the lab; reporting on them needs the lab. Fix: in a clone of inloop, pip install -e ".[lab]" -e lab.\n'
+    )
     train(tmp_path / "run.jsonl", steps=3)
     assert run_cli(capsys, "report", tmp_path)[0] == 0
     assert "The folder also holds runs of the lab" in (tmp_path / "report.html").read_text()

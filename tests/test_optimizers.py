@@ -259,3 +259,28 @@ def test_a_refused_learner_leaves_no_hook_on_the_optimizer():
     with pytest.raises(UsageError, match="NextStepLoss makes no use"):
         InLoop(model, MixturePolicy(2), optimizer=optimizer, reward="nslr", reference="trail")
     assert not optimizer._optimizer_step_post_hooks
+
+
+@pytest.mark.parametrize("reference", ["next", "trail"])
+def test_a_learner_s_step_that_comes_after_the_optimizer_s_is_refused(reference):
+    model, optimizer = small()
+    learner = InLoop(model, MixturePolicy(2), optimizer=optimizer, reference=reference)
+    learner.sample(8)
+    loss = model(torch.randn(8, 4)).square().mean()
+    loss.backward()
+    optimizer.step()
+    with pytest.raises(UsageError, match="between loss.backward\\(\\) and optimizer.step\\(\\)"):
+        learner.step(loss)
+
+
+def test_the_learner_says_what_it_is_made_of():
+    model, optimizer = small()
+    learner = InLoop(model, MixturePolicy(2), optimizer=optimizer)
+    assert "GradientAlignment, Next, Reinforce with AdamW: 0 steps, 0 updates" in repr(learner)
+
+
+def test_a_state_of_another_reference_is_refused():
+    model, _ = small()
+    state = InLoop(model, MixturePolicy(2)).state_dict()
+    with pytest.raises(UsageError, match="with the reference Next; this one has Trail"):
+        InLoop(model, MixturePolicy(2), reference="trail").load_state_dict(state)

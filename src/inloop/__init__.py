@@ -1,7 +1,8 @@
 """inloop learns the data distribution while the model trains, from the alignment of per-example gradients."""
 
-# image augmentation
+# image augmentation, and digits to try things with
 from inloop import augment as augment
+from inloop import datasets as datasets
 
 # exact per-example gradient alignment
 from inloop.alignment import Recording as Recording

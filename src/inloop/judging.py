@@ -17,7 +17,10 @@ from inloop.optimizers import StepDerivative, as_derivative
 from inloop.references import Reference
 from inloop.step import Judge, Step
 
-NOT_TAKEN = "the optimizer has not stepped since the last learner.step, so the step before had no effect"
+NOT_TAKEN = (
+    "the learner's optimizer has not stepped since the last learner.step, so the step before had no effect (is optimizer= the one that your loop "
+    "steps?)"
+)
 
 
 class Judging:
@@ -91,10 +94,15 @@ class Judging:
 
     def state_dict(self) -> dict[str, Any]:
         optimizer = None if self.derivative is None else self.derivative.state_dict()
-        return {"reference": self.reference.state_dict(), "optimizer": optimizer}
+        kind = type(self.reference).__name__
+        return {"kind": kind, "reference": self.reference.state_dict(), "optimizer": optimizer}
 
     def refuse_other_state(self, state: dict[str, Any]) -> None:
-        """Raise if the state is of a learner that knew its optimizer and this one does not, or the other way round."""
+        """Raise if the state is of a learner with another kind of reference, or only one of the two knows its optimizer."""
+        if state["kind"] != type(self.reference).__name__:
+            raise UsageError(
+                f"The state is of a learner with the reference {state['kind']}; this one has {type(self.reference).__name__}. Fix: make it alike."
+            )
         if (state["optimizer"] is None) != (self.derivative is None):
             had, has = ("without", "has") if state["optimizer"] is None else ("with", "has not")
             raise UsageError(f"The state is of a learner {had} optimizer=, which this one {has}. Fix: make it alike.")

@@ -31,6 +31,7 @@ from inloop.recording import StepRecorder
 from inloop.references import HeldOutLoss, Named, Reference, as_reference
 from inloop.refusals import (
     as_number,
+    refuse_late_step,
     refuse_other_state,
     refuse_useless_options,
     refuse_wrong_arguments,
@@ -170,6 +171,8 @@ class InLoop:
         return report
 
     def _step(self, loss: float, draws: list[Draw], scale: float, losses_N: Tensor | None) -> StepReport:
+        if self._judging.derivative is not None and self._recorder.optimizer_stepped:
+            refuse_late_step()
         shared = self._sampler.shared(draws) if is_distributed() else ()
         finished = self._recorder.finish(draws, loss, scale, losses_N, self.reference, (self.num_steps, shared))
         self.num_steps += 1
@@ -298,8 +301,11 @@ class InLoop:
         self._sampler.announced = []
 
     def __repr__(self) -> str:
-        names = type(self.model).__name__, type(self.policy).__name__, type(self.reward).__name__
-        return f"InLoop({', '.join(names)}: {self.num_steps} steps, {self.update.version} updates of the policy)"
+        parts = (self.model, self.policy, self.reward, self.reference, self.update)
+        names = ", ".join(type(part).__name__ for part in parts)
+        dropped = f", {self.num_dropped} dropped" if self.num_dropped else ""
+        optimizer = "" if self._judging.derivative is None else f" with {self._judging.derivative.names}"
+        return f"InLoop({names}{optimizer}: {self.num_steps} steps{dropped}, {self.update.version} updates)"
 
     def __str__(self) -> str:
         return repr(self) if self.statistics is None else f"{self!r}\n{self.statistics}"

@@ -96,6 +96,10 @@ class StepDerivative:
         self._handles: list[RemovableHandle] = []
         weakref.finalize(self, remove_all, self._handles)
 
+    @property
+    def names(self) -> str:
+        return ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
+
     def attach(self) -> None:
         """Follow the optimizers' steps from here on."""
         if self._handles:
@@ -230,7 +234,7 @@ def _unwrapped(optimizer: object) -> Optimizer:
         inner = deeper
     if not isinstance(inner, Optimizer):
         raise UsageError(
-            f"optimizer={type(optimizer).__name__}: allowed are a torch.optim.Optimizer, a wrapper that has one as .optimizer, and a list of them."
+            f"optimizer={optimizer if isinstance(optimizer, type) else type(optimizer)}: allowed are a torch.optim.Optimizer, a wrapper that has one as .optimizer, and a list of them."
         )
     return inner
 

@@ -68,7 +68,7 @@ def warn_of_coupled_examples(model: nn.Module) -> None:
         warn_once(
             "the model has BatchNorm in training mode, which mixes the examples of a batch: a reward is an example's part of the batch's "
             "gradient, close to the gradient of its own loss, not equal to it. Usually nothing needs to be done; GroupNorm or LayerNorm avoid it, and "
-            "docs/when-not-to-use-it.md has how much it is (said once)"
+            "docs/when-not-to-use-it.md shows how large the difference is (shown once)"
         )
 
 
@@ -124,6 +124,13 @@ def refuse_missing_gradients(tape: Tape | None, gradients: Direction, norm: floa
             "between learner.sample(n) and learner.step(loss), outside learner.paused(), on the model that the learner has. If it "
             "is compiled and was run before the learner was made, call torch.compiler.reset() once: compiled code has no hooks."
         )
+
+
+def refuse_late_step() -> None:
+    raise UsageError(
+        "learner.step was called after optimizer.step, but with optimizer= the rewards need the optimizer's state of the step before. Fix: call "
+        "learner.step(loss) between loss.backward() and optimizer.step()."
+    )
 
 
 def refuse_missing_tape() -> None:

@@ -115,7 +115,7 @@ def is_collapsing(probabilities: Sequence[float]) -> bool:
 def describe_collapse(probabilities: Sequence[float]) -> str:
     return (
         f"the policy is collapsing, to {effective_number(probabilities):.1f} effective choices of {len(probabilities)}; the largest has a "
-        f"share of {max(probabilities):.2f}. Sources that are alike favour each other. Remedies: MixturePolicy(floor=, ceiling=); "
+        f"share of {max(probabilities):.2f}. Sources that are alike favour each other, or the others are bad: print(learner) tells. Remedies: MixturePolicy(floor=, ceiling=); "
         "InLoop(reference=), a function that returns a held-out loss; or InLoop(interleave=True), if no source can be bad."
     )
 

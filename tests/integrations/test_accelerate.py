@@ -4,7 +4,6 @@ import torch.nn.functional as F
 
 import inloop
 from tests.integrations.plain_loop import CLIP, assert_same, make_mixture, make_net, make_options, train_plainly
-from tests.learners import make_learner
 
 accelerate = pytest.importorskip("accelerate")
 pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("ignore")]
@@ -14,7 +13,7 @@ def train(steps, micro_batches, folder=None, save_at=None, resume=False):
     accelerator = accelerate.Accelerator(gradient_accumulation_steps=micro_batches, cpu=True)
     net, mixture, record = make_net(), make_mixture(), []
     net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.2))
-    learner = make_learner(net, inloop.MixturePolicy(3), **make_options())
+    learner = inloop.InLoop(net, inloop.MixturePolicy(3), optimizer=optimizer, **make_options())
     loader = mixture.loader(learner, 16, micro_batches=micro_batches, num_batches=steps * micro_batches)
     accelerator.register_for_checkpointing(learner, loader)
     if resume:

@@ -58,14 +58,16 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_absent(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, what: str) -> None:
     """Add a command that takes any arguments and says what to install: no character begins an option."""
-    text = f'{what}; part of the lab: pip install "inloop[lab]"'
+    text = f'{what}; part of the lab: in a clone of inloop, pip install -e ".[lab]" -e lab'
     absent = commands.add_parser(name, help=text, add_help=False, prefix_chars="\0")
     absent.add_argument("anything", nargs="*")
     absent.set_defaults(run=_say_what_to_install, needs=(), absent=name)
 
 
 def _say_what_to_install(options: argparse.Namespace) -> int:
-    raise UsageError(f'`inloop {options.absent}` is part of the lab. Fix: pip install "inloop[lab]"')
+    raise UsageError(
+        f'`inloop {options.absent}` is part of the lab. Fix: in a clone of inloop, pip install -e ".[lab]" -e lab'
+    )
 
 
 def _require(modules: Sequence[str]) -> None:

@@ -64,7 +64,8 @@ def count_sources(num_sources: object) -> int:
     except TypeError:
         count = 0
     if count < 2:
+        got = num_sources if isinstance(num_sources, int | float) else f"a {type(num_sources).__name__}"
         raise UsageError(
-            f"num_sources={num_sources!r}: allowed are whole numbers from 2, and a Mixture; with one source there is nothing to learn."
+            f"num_sources={got}: allowed are whole numbers from 2, and a Mixture of the sources; with one source there is nothing to learn."
         )
     return count

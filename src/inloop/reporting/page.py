@@ -10,7 +10,7 @@ from inloop.reporting.html import html_page
 from inloop.reporting.own_runs import is_records, own_sections
 
 REPORTS = "inloop.reports"  # entry points: functions that turn the runs in a folder into sections of HTML
-NEEDS_LAB = 'reporting on them needs the lab. Fix: pip install "inloop[lab]"'
+NEEDS_LAB = 'reporting on them needs the lab. Fix: in a clone of inloop, pip install -e ".[lab]" -e lab'
 
 
 class ReportError(InloopError):

@@ -15,5 +15,6 @@ def as_update(update: Update | Literal[False] | None, policy: Policy) -> Update:
     if update is False:
         return NoUpdate()
     if not isinstance(update, Update):
-        raise UsageError(f"update={update!r}: allowed are an inloop.updates.Update, False (watch only) and None.")
+        fix = f" Fix: make one, {update.__name__}()." if isinstance(update, type) else ""
+        raise UsageError(f"update={update!r}: allowed are an inloop.updates.Update, False (watch only) and None.{fix}")
     return update
