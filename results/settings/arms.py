@@ -1,7 +1,7 @@
 """The arms of the table: how sources are drawn, and what is learned from. One run of one arm, and what is measured in it."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,6 @@ from inloop.policies import Shares
 from inloop.policies.policy import summarise_by_choice
 from inloop.references import Trail
 from inloop.updates import Anchored, Reinforce
-from inloop.updates.anchored import LOWEST
 from inloop_lab.data.images import to_input
 
 LOOK_EVERY = 100  # steps between two looks at the verdicts
@@ -27,11 +26,13 @@ class Arm:
     Attributes:
         make_reference: None for held-out data.
         knows_optimizer: Whether rewards are true for the optimizer.
+        knows_labels: Whether the policy has the mixture, and the learner the losses.
     """
 
     make_update: Callable[[], Any]
     make_reference: Callable[[], Any] | None = None
     knows_optimizer: bool = True
+    knows_labels: bool = False
     form: str = "bounded"
 
 
@@ -44,48 +45,13 @@ def soft() -> Anchored:
     return Anchored(temperature=0.05, caution=1.5)
 
 
-class Guarded(Anchored):
-    """Also drops sources that do not learn while most others do.
-
-    A source does not learn if its recent loss is certainly above the larger of two constant predictions: from its own label frequencies, and from
-    those of all sources.
-    """
-
-    learner: inloop.InLoop
-    constant_K: Tensor
-
-    def _move(self) -> bool:
-        moved = super()._move()
-        statistics = self.learner.statistics
-        assert statistics is not None
-        loss_K, error_K = statistics.losses.recent_K, statistics.losses.error_K
-        enough_K = statistics.drawn_K >= 100
-        learns_K = loss_K + 2 * error_K < self.constant_K
-        if float(learns_K.double().mean()) > 0.5:
-            not_learning_K = enough_K & (loss_K - 2 * error_K > self.constant_K)
-            scores_K = next(iter(self.policy.parameters()))
-            scores_K[not_learning_K] = LOWEST
-        return moved
-
-
-def constant_losses(sources: Sequence[Examples]) -> Tensor:
-    """The loss of the worse of two constant predictions for each source."""
-    most = 1 + max(int(y.max()) for _, y in sources)
-    counts_KC = torch.stack([torch.bincount(y.flatten(), minlength=most) for _, y in sources]).double()
-    own_KC = counts_KC / counts_KC.sum(dim=1, keepdim=True)
-    pooled_C = own_KC.mean(dim=0)
-    own_K = -torch.special.xlogy(own_KC, own_KC).sum(dim=1)
-    pooled_K = -torch.special.xlogy(own_KC, pooled_C.expand_as(own_KC)).sum(dim=1)
-    return torch.maximum(own_K, pooled_K)
-
-
 ORACLES = (0.0, 0.25, 0.5, 1.0)
 ARMS: dict[str, Arm] = {
     "paper": Arm(Reinforce, lambda: "next", knows_optimizer=False, form="inverted"),
     "held-out": Arm(soft, None),
     "next": Arm(soft, lambda: "next"),
     "next, reinforce": Arm(Reinforce, lambda: "next"),
-    "next and losses": Arm(lambda: Guarded(temperature=0.05, caution=1.5), lambda: "next"),
+    "next and losses": Arm(soft, lambda: "next", knows_labels=True),
     "trail 0.999": Arm(lambda: Anchored(temperature=0.1), lambda: Trail(0.999)),
     "trail 0.99": Arm(lambda: Anchored(temperature=0.1), lambda: Trail(0.99)),
 }
@@ -103,13 +69,13 @@ def draw_judge(problem: Problem, model: nn.Module, generator: torch.Generator) -
     return loss
 
 
-def make_policy(problem: Problem, arm: str) -> inloop.Policy:
+def make_policy(problem: Problem, arm: str, mixture: inloop.Mixture) -> inloop.Policy:
     if arm == "uniform":
         return Shares.uniform(len(problem.sources))
     if arm.startswith("oracle"):
         times = float(arm.split()[1])
         return Shares([times if k in problem.wrong else 1.0 for k in range(len(problem.sources))])
-    return inloop.MixturePolicy(len(problem.sources), form=ARMS[arm].form)
+    return inloop.MixturePolicy(mixture if ARMS[arm].knows_labels else len(problem.sources), form=ARMS[arm].form)
 
 
 def evaluate(model: nn.Module, examples: Examples) -> tuple[float, float]:
@@ -145,7 +111,7 @@ def run(setting: str, arm: str, seed: int, final: bool) -> dict[str, Any]:
     model = problem.make_model()
     optimizer = problem.make_optimizer(model)
     mixture = inloop.Mixture(list(problem.sources), generator=torch.Generator().manual_seed(seed + 1000))
-    policy = make_policy(problem, arm)
+    policy = make_policy(problem, arm, mixture)
     generator = torch.Generator().manual_seed(seed + 2000)
     learner = None
     if arm in ARMS:
@@ -163,8 +129,6 @@ def run(setting: str, arm: str, seed: int, final: bool) -> dict[str, Any]:
             update=chosen.make_update(),
             generator=generator,
         )
-    if learner is not None and isinstance(learner.update, Guarded):
-        learner.update.learner, learner.update.constant_K = learner, constant_losses(problem.sources)
     looks = []
     loss_K = torch.full(
         (len(problem.sources),), torch.nan, dtype=torch.float64

@@ -120,7 +120,8 @@ class InLoop:
             undo.callback(self.use_optimizer, None)
             self.reference.attach(model, self.reward)
             undo.callback(self.reference.detach)
-            self.update.attach(policy, self.reward, self.reference)
+            not_learning = None if self.statistics is None else self.statistics.not_learning
+            self.update.attach(policy, self.reward, self.reference, not_learning)
             undo.pop_all()
         if self.reward.needs_tape:
             warn_of_coupled_examples(model)

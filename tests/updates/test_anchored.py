@@ -148,3 +148,15 @@ def test_the_lowest_odds():
     shares = Game([-5.0, *[0.0] * 9]).play(200)
     odds = float(shares[0] / shares[1])
     assert odds == pytest.approx(torch.tensor(LOWEST).exp().item(), rel=0.05)
+
+
+def test_a_source_that_does_not_learn_is_dropped_whatever_its_rewards():
+    policy = MixturePolicy(3, form="bounded")
+    rule = Anchored()
+    rule.attach(policy, GradientAlignment(), Next(), lambda: torch.tensor([False, True, False]))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(EVERY):
+        actions = policy.sample(64, generator)
+        rule.add([Draw(actions, (64,), copy.deepcopy(policy), 0)], torch.randn(64, generator=generator))
+    shares = policy.probabilities()
+    assert float(shares[1] / shares[0]) == pytest.approx(torch.tensor(LOWEST).exp().item())

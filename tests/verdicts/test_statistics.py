@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 
 import inloop
+from inloop.mixture.labels import label_of
 from inloop.verdicts import LossEvidence, SourceStatistics
-from inloop.verdicts.losses import RECENT, SourceLosses
+from inloop.verdicts.losses import RECENT, SourceLosses, constant_losses
 from inloop.verdicts.verdict import word_for
 from tests.training import make_net
 from tests.verdicts.test_advantage import statistics_of
@@ -148,3 +149,35 @@ def test_a_source_that_is_never_drawn_does_not_make_the_others_seen_too_often(dr
     assert statistics.verdicts()[0].word == "undecided"  # all sources were seen 21 times on average
     statistics.drawn_K.copy_(torch.tensor([600, 10, 10]))
     assert [verdict.word for verdict in statistics.verdicts()] == ["undecided", "undecided", "undecided"]
+
+
+def test_the_source_that_does_not_learn():
+    statistics = Loop().train(100).learner.statistics
+    assert statistics.not_learning().tolist() == [False, False, True]
+    assert not Loop().learner.statistics.not_learning().any()  # nothing is known
+    assert not Loop().train(100, with_losses=False).learner.statistics.not_learning().any()
+
+
+def test_constant_losses():
+    """Of own frequencies, and of those of all sources: a source of a single label has none of its own."""
+    own_K, pooled_K = constant_losses([torch.tensor([5, 5]), torch.tensor([0, 10]), None])
+    assert own_K[:2].tolist() == pytest.approx([math.log(2), 0.0])
+    assert pooled_K[:2].tolist() == pytest.approx([-0.5 * math.log(0.25 * 0.75), -math.log(0.75)])
+    assert bool(own_K[2].isnan())
+
+
+@pytest.mark.parametrize(
+    ("example", "label"),
+    [
+        ((torch.zeros(2), torch.tensor(3)), [3]),
+        ((torch.zeros(2), 3), [3]),
+        ({"input_ids": [1], "labels": [2, -100]}, [2, -100]),
+        ((torch.zeros(2), 0.5), None),
+        ((torch.zeros(2), torch.zeros(2)), None),
+        (torch.zeros(2), None),
+        ((torch.zeros(2), "cat"), None),
+    ],
+)
+def test_labels_of_examples(example, label):
+    found = label_of(example)
+    assert (None if found is None else found.flatten().tolist()) == label

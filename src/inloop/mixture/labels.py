@@ -1,6 +1,5 @@
-"""The labels of a source: their entropy is the loss of the best constant prediction."""
+"""The labels of a source, counted: their frequencies are the best constant prediction."""
 
-import math
 from typing import Any
 
 import torch
@@ -11,18 +10,17 @@ from inloop.mixture.sources import IndexedSource, Source
 MOST_EXAMPLES = 1000
 
 
-def label_entropy(source: Source) -> float:
-    """The entropy of the frequencies of a source's labels, in nats, from some of its examples; nan if they have no integer labels."""
+def label_counts(source: Source) -> Tensor | None:
+    """How often each label occurs in some of a source's examples, [C]; None if they have no integer labels."""
     if not isinstance(source, IndexedSource):
-        return math.nan
+        return None
     rows = torch.linspace(0, source.size - 1, min(source.size, MOST_EXAMPLES)).round().long().unique().tolist()
     labels = [label_of(source.dataset[row]) for row in rows]
     if any(label is None for label in labels):
-        return math.nan
+        return None
     known = torch.cat([label.flatten() for label in labels if label is not None])
     counts = torch.bincount(known[known >= 0])
-    frequencies = counts[counts > 0] / counts.sum()
-    return float(-(frequencies * frequencies.log()).sum()) if len(frequencies) else math.nan
+    return counts if len(counts) else None
 
 
 def label_of(example: Any) -> Tensor | None:

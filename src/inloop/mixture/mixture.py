@@ -11,7 +11,7 @@ from torch.utils.data import default_collate
 from inloop.distributed import begin_alike, gather_counts, gather_rows, rank, world_size
 from inloop.errors import UsageError
 from inloop.mixture.batches import collated, gathered, tensors_alike, with_tensors
-from inloop.mixture.labels import label_entropy
+from inloop.mixture.labels import label_counts
 from inloop.mixture.sources import IndexedSource, Key, StreamSource, as_source
 from inloop.policies import Actions, source_of
 from inloop.randomness import default_generator
@@ -72,7 +72,7 @@ class Mixture:
         self._num_processes = 1  # the processes that draw together
         self._tensors_K = tensors_alike(self.sources)
         self._warned_of_unused = False
-        self._constant_losses: list[float] | None = None
+        self._label_counts: list[Tensor | None] | None = None
 
     def draw(self, actions: Actions) -> Any:
         """A batch with example i from source ``actions[i]``, collated as by a DataLoader.
@@ -169,15 +169,15 @@ class Mixture:
         """The number of examples of each source; None for a stream that has not ended yet."""
         return [source.size for source in self.sources]
 
-    def constant_losses(self) -> list[float]:
-        """The loss of a constant prediction from the frequencies of each source's labels, in nats; nan where there are none.
+    def label_counts(self) -> list[Tensor | None]:
+        """How often each label occurs in each source, [C]; None where there are none.
 
         A label is an integer, or a tensor of integers, in the last entry of an example that is a tuple, or in the entry "labels" or "label"
         of one that is a dict; negative labels do not count. Up to 1,000 examples of each source are read, once.
         """
-        if self._constant_losses is None:
-            self._constant_losses = [label_entropy(source) for source in self.sources]
-        return self._constant_losses
+        if self._label_counts is None:
+            self._label_counts = [label_counts(source) for source in self.sources]
+        return self._label_counts
 
     def effective_epochs(self) -> Tensor:
         """How often each source was seen, in passes over it, shape [K]; nan for a stream that has not ended yet."""

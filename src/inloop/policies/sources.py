@@ -1,9 +1,10 @@
-"""What is known of the sources that a policy chooses among: names, sizes, and the loss of a constant prediction for each."""
+"""What is known of the sources that a policy chooses among: names, sizes and labels."""
 
-import math
 import operator
 from collections.abc import Sequence
 from typing import Any, Protocol, cast
+
+from torch import Tensor
 
 from inloop.errors import UsageError
 
@@ -16,11 +17,11 @@ class Sources(Protocol):
 
     def sizes(self) -> Sequence[int | None]: ...
 
-    def constant_losses(self) -> Sequence[float]: ...
+    def label_counts(self) -> Sequence[Tensor | None]: ...
 
 
 class SourceInfo:
-    """Names, sizes and constant losses of K sources.
+    """Names, sizes and labels of K sources.
 
     Copies of a policy share it, and pickles have the names only: it may refer to a whole mixture.
     """
@@ -34,7 +35,7 @@ class SourceInfo:
         """Of a number of sources, of a mixture, or of an info itself."""
         if isinstance(sources, SourceInfo):
             return sources
-        if hasattr(sources, "names") and hasattr(sources, "constant_losses"):
+        if hasattr(sources, "names") and hasattr(sources, "label_counts"):
             mixture = cast(Sources, sources)
             return cls(mixture.names, mixture)
         return cls([str(number) for number in range(count_sources(sources))])
@@ -46,9 +47,9 @@ class SourceInfo:
         """The number of examples of each source; None if it is not known."""
         return [None] * len(self) if self._mixture is None else self._mixture.sizes()
 
-    def constant_losses(self) -> Sequence[float]:
-        """The loss of a constant prediction from the frequencies of each source's labels; nan if they are not known."""
-        return [math.nan] * len(self) if self._mixture is None else self._mixture.constant_losses()
+    def label_counts(self) -> Sequence[Tensor | None]:
+        """How often each label occurs in each source, [C]; None if that is not known."""
+        return [None] * len(self) if self._mixture is None else self._mixture.label_counts()
 
     def __deepcopy__(self, memo: Any) -> "SourceInfo":
         return self

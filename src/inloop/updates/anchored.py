@@ -18,6 +18,9 @@ So a choice that is not certain to be better or worse stays at its prior, howeve
 keeps e^-3 of the prior's odds for a dropped choice, so that it is seen if it becomes good, and at most doubles a
 choice's odds. Beyond ``memory`` examples, new evidence replaces old. A choice that is seldom drawn forgets slowly.
 
+With the losses of the examples (``learner.step(loss, losses=)``) and their labels (``MixturePolicy(mixture)``), the rule also
+drops each source that certainly does not learn while most others do: the loss tells wrong from different, and earlier.
+
 Where a reward of zero means "no effect" (``Reference.zero_is_neutral``), a choice must also be worse than nothing, by
 its own mean reward in standard deviations. S is then the smaller of the two effects, and the rule raises no choice. It
 moves nothing, and forgets quickly, until most alternatives of a choice are certainly better than nothing: the first
@@ -32,7 +35,7 @@ import torch
 from torch import Tensor
 
 from inloop.errors import UsageError
-from inloop.policies import Actions, MixturePolicy, Policy, part_of
+from inloop.policies import Actions, MixturePolicy, Policy, part_of, source_policy
 from inloop.rewards import Reward
 from inloop.step import Draw
 from inloop.updates.reinforce import normalise, trainable
@@ -122,7 +125,7 @@ class Anchored(Update):
                 f"Anchored compares the examples of a step, and {type(reward).__name__} is not made for that. Fix: use reward='gar', or "
                 "update=inloop.Reinforce()."
             )
-        self._groups = alternatives_of(policy)
+        self._groups, self._sources = alternatives_of(policy), places_of_sources(policy)
         self._prior = torch.cat([p.detach().flatten().double() for p in self._parameters])
         self._against_others = Evidence(len(self._prior), self.memory)
         self._against_nothing = Evidence(len(self._prior), self.memory)
@@ -159,7 +162,10 @@ class Anchored(Update):
                 self._against_nothing.forget(0.5)
                 return False
             effect = torch.maximum(effect, gain).clamp_max(0)
-        values = self._prior + (effect / self.temperature).clamp(LOWEST, HIGHEST)
+        shift = (effect / self.temperature).clamp(LOWEST, HIGHEST)
+        if self.not_learning is not None and self._sources is not None:
+            shift[self._sources[self.not_learning()]] = LOWEST
+        values = self._prior + shift
         start = 0
         for parameter in self._parameters:
             parameter.copy_(values[start : start + parameter.numel()].view_as(parameter))
@@ -203,6 +209,17 @@ def alternatives_of(policy: Policy) -> list[Tensor]:
             groups.append(places.view(-1, parameter.shape[-1]))
         start += parameter.numel()
     return groups
+
+
+def places_of_sources(policy: Policy) -> Tensor | None:
+    """Where the scores of the sources are among all trainable parameters of a policy, [K]; None if it has no mixture."""
+    mixture = source_policy(policy)
+    start = 0
+    for parameter in trainable(policy):
+        if isinstance(mixture, MixturePolicy) and parameter is mixture.scores:
+            return torch.arange(start, start + parameter.numel())
+        start += parameter.numel()
+    return None
 
 
 def _sums(draw: Draw, weights_N: Tensor, rewards_N: Tensor) -> Tensor:

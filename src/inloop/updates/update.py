@@ -1,7 +1,7 @@
 """How a policy learns from rewards: the protocol of all update rules."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -19,23 +19,32 @@ class Update(ABC):
     Attributes:
         policy: The policy that it moves.
         reference: What judges the examples.
+        not_learning: Returns which sources certainly do not learn while most others do, [K]; None if the policy has no sources.
         version: How often the policy was changed.
     """
 
     policy: Policy
     reference: Reference
+    not_learning: Callable[[], Tensor] | None = None
 
     def __init__(self) -> None:
         self.version = 0
         self._is_attached = False
 
-    def attach(self, policy: Policy, reward: Reward, reference: Reference | None = None) -> None:
+    def attach(
+        self,
+        policy: Policy,
+        reward: Reward,
+        reference: Reference | None = None,
+        not_learning: Callable[[], Tensor] | None = None,
+    ) -> None:
         """A learner takes the rule, to move this policy by rewards that this reference judges."""
         if self._is_attached:
             raise UsageError(
                 f"This {type(self).__name__} belongs to another learner already. Fix: make one for each learner."
             )
         self.version, self.policy, self.reference = 0, policy, reference or Next()
+        self.not_learning = not_learning
         self.begin(policy, reward)
         self._is_attached = True
 

@@ -1,8 +1,10 @@
 """How the loss of each source moves, from the losses of its examples. Axis K counts the sources."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from inloop.errors import UsageError
@@ -10,6 +12,24 @@ from inloop.policies.policy import summarise_by_choice
 
 FIRST = 100  # examples of a source whose mean loss is its first loss
 RECENT = 500  # examples, about, that its recent loss is the mean of
+
+
+def constant_losses(counts: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
+    """The losses of two constant predictions for each source, [K] each: from its own label frequencies, and from those of all sources.
+
+    They are nan for a source whose labels are not known.
+
+    Args:
+        counts: How often each label occurs in each source.
+    """
+    most = max([len(count) for count in counts if count is not None], default=1)
+    rows = [
+        torch.full((most,), torch.nan) if count is None else F.pad(count, (0, most - len(count))) for count in counts
+    ]
+    own_KC = torch.stack([row.double() / row.sum() for row in rows])
+    pooled_C = own_KC.nanmean(dim=0)
+    own_K = -torch.special.xlogy(own_KC, own_KC).sum(dim=1)
+    return own_K, -torch.special.xlogy(own_KC, pooled_C.expand_as(own_KC)).sum(dim=1)
 
 
 class SourceLosses:
@@ -34,6 +54,11 @@ class SourceLosses:
         weight_K = torch.maximum(1 - torch.exp(-counts_K / RECENT), counts_K / number_K.clamp_min(1))
         recent_K += weight_K * (mean_K - recent_K)
         recent2_K += weight_K * (square_K - recent2_K)
+
+    @property
+    def number_K(self) -> Tensor:
+        """The number of examples of each source."""
+        return self._sums[0]
 
     @property
     def first_K(self) -> Tensor:

@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from inloop.distributed import gather_numbers
 from inloop.errors import UsageError
 from inloop.policies import Discrete, Policy, RewardSummary, SourceInfo, source_of, source_policy
 from inloop.references import Reference
 from inloop.report import StepReport
 from inloop.step import Draw
 from inloop.verdicts.advantage import Advantages
-from inloop.verdicts.losses import SourceLosses
+from inloop.verdicts.losses import FIRST, SourceLosses, constant_losses
 from inloop.verdicts.verdict import LossEvidence, SourceVerdict, is_below, word_for
 
 
@@ -105,7 +106,7 @@ class SourceStatistics:
         first_K, recent_K, error_K = self.losses.first_K, self.losses.recent_K, self.losses.error_K
         if bool(recent_K.isnan().all()):
             return [None] * len(self.sources)
-        constant_K = torch.tensor(self.sources.constant_losses(), dtype=torch.float64)
+        constant_K, _ = constant_losses(self.sources.label_counts())
         # The others learn if most of them do: a few may be bad, too.
         learns_K = is_below(recent_K, error_K, constant_K).double()
         others_K = (learns_K.sum() - learns_K) / max(1, len(learns_K) - 1)
@@ -113,6 +114,18 @@ class SourceStatistics:
         return [
             LossEvidence(first, recent, error, constant, most >= 0.5) for first, recent, error, constant, most in values
         ]
+
+    def not_learning(self) -> Tensor:
+        """The sources that do not learn while most others do, [K]: a certain wrong, whatever the rewards say.
+
+        The recent loss of such a source is certainly above the larger of two constant predictions, from its own label frequencies and from those
+        of all sources. All processes come here together, and the majority decides.
+        """
+        recent_K, error_K = self.losses.recent_K, self.losses.error_K
+        constant_K = torch.maximum(*constant_losses(self.sources.label_counts()))
+        most_learn = float(is_below(recent_K, error_K, constant_K).double().mean()) > 0.5
+        above_K = is_below(-recent_K, error_K, -constant_K) & (self.losses.number_K >= FIRST)
+        return gather_numbers(*(above_K & most_learn).tolist()).mean(dim=0) > 0.5
 
     def flagged(self) -> list[int]:
         """The sources that are flagged."""
