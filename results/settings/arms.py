@@ -52,8 +52,7 @@ ARMS: dict[str, Arm] = {
     "next": Arm(soft, lambda: "next"),
     "next, reinforce": Arm(Reinforce, lambda: "next"),
     "next and losses": Arm(soft, lambda: "next", knows_labels=True),
-    "trail 0.999": Arm(lambda: Anchored(temperature=0.1), lambda: Trail(0.999)),
-    "trail 0.99": Arm(lambda: Anchored(temperature=0.1), lambda: Trail(0.99)),
+    "trail and losses": Arm(Anchored, lambda: Trail(0.999), knows_labels=True),
 }
 
 

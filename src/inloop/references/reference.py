@@ -20,15 +20,14 @@ class Reference(ABC):
             layer by layer while the gradient forms.
         is_gradient: Whether the direction is a gradient of a loss, for which rewards take the optimizer's step into
             account; else it is a displacement of the parameters, which has the optimizer in it.
-        zero_is_neutral: Whether a reward of zero means that an example had no effect on its judge, and a reward below
-            zero means harm. (The next step may reward every source of a mixture above zero: each is a part of it.)
+        tells_better: Whether higher rewards mean better data. A trail only tells which examples do not go with the rest.
         least_effect: The smallest advantage of a source, in standard deviations of a step's rewards, that counts for a verdict.
         is_training_data: Whether the judge comes from the mixture that is learned, which then may agree with itself.
     """
 
     is_next_gradient: bool = False
     is_gradient: bool = True
-    zero_is_neutral: bool = False
+    tells_better: bool = True
     least_effect: float = 0.02
     is_training_data: bool = True
 

@@ -36,7 +36,7 @@ class Trail(Reference):
     """
 
     is_gradient = False
-    zero_is_neutral = True
+    tells_better = False
     # A trail sees the same of an example in every step: equal sources differ by the examples that they happen to have.
     least_effect = 0.1
 

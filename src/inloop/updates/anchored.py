@@ -21,10 +21,8 @@ choice's odds. Beyond ``memory`` examples, new evidence replaces old. A choice t
 With the losses of the examples (``learner.step(loss, losses=)``) and their labels (``MixturePolicy(mixture)``), the rule also
 drops each source that certainly does not learn while most others do: the loss tells wrong from different, and earlier.
 
-Where a reward of zero means "no effect" (``Reference.zero_is_neutral``), a choice must also be worse than nothing, by
-its own mean reward in standard deviations. S is then the smaller of the two effects, and the rule raises no choice. It
-moves nothing, and forgets quickly, until most alternatives of a choice are certainly better than nothing: the first
-steps of a training run say little, and a good source that is dropped for them would never be learned.
+Rewards of a trail do not move the policy (``Reference.tells_better``): they are low for hard examples, too, and a good source
+that is dropped for it is not learned any more, which lowers its rewards further. Only sources that do not learn are dropped then.
 """
 
 import math
@@ -56,26 +54,21 @@ class Evidence:
 
     def __init__(self, num_parameters: int, memory: float) -> None:
         self._memory = memory
-        # sums over steps of X, Y, X², X Y, Y², and of the squared weights of all examples
-        self.sums = torch.zeros(6, num_parameters, dtype=torch.float64)
+        self.sums = torch.zeros(5, num_parameters, dtype=torch.float64)  # over steps, of X, Y, X², X Y, Y²
 
-    def add(self, x_J: Tensor, y_J: Tensor, squares_J: Tensor) -> None:
+    def add(self, x_J: Tensor, y_J: Tensor) -> None:
         """Add the sums of one step."""
-        self.sums += torch.stack([x_J, y_J, x_J**2, x_J * y_J, y_J**2, squares_J])
-        self.sums *= (self._memory / self.sums[5].clamp_min(1e-12)).clamp_max(1.0)
+        self.sums += torch.stack([x_J, y_J, x_J**2, x_J * y_J, y_J**2])
+        self.sums *= (self._memory / self.sums[1].clamp_min(1e-12)).clamp_max(1.0)
 
     def estimate(self) -> tuple[Tensor, Tensor]:
         """Return the ratio and its standard error, [J] each; the error is infinite without enough evidence."""
-        x, y, xx, xy, yy, squares = self.sums
+        x, y, xx, xy, yy = self.sums
         ratio = x / y.clamp_min(1e-12)
         steps = y**2 / yy.clamp_min(1e-12)
         variance = (xx - 2 * ratio * xy + ratio**2 * yy).clamp_min(0) * steps / (steps - 1).clamp_min(1e-12)
-        error = torch.maximum(variance, squares).sqrt() / y.clamp_min(1e-12)
+        error = torch.maximum(variance, y).sqrt() / y.clamp_min(1e-12)
         return ratio, torch.where(steps >= LEAST_STEPS, error, torch.inf)
-
-    def forget(self, share: float) -> None:
-        """Keep this share of the evidence."""
-        self.sums *= share
 
     def certain(self, caution: float, groups: Sequence[Tensor] = ()) -> Tensor:
         """Return S: the part of the ratio beyond ``caution`` standard errors.
@@ -127,8 +120,7 @@ class Anchored(Update):
             )
         self._groups, self._sources = alternatives_of(policy), places_of_sources(policy)
         self._prior = torch.cat([p.detach().flatten().double() for p in self._parameters])
-        self._against_others = Evidence(len(self._prior), self.memory)
-        self._against_nothing = Evidence(len(self._prior), self.memory)
+        self._evidence = Evidence(len(self._prior), self.memory)
         self._num_steps = 0
 
     @torch.no_grad()
@@ -137,31 +129,19 @@ class Anchored(Update):
         weights_N = normalise(rewards_N)
         if not bool(weights_N.any()):
             return False
-        weighted = zip(
-            draws,
-            *(w.split([sum(d.rewarded_counts) for d in draws]) for w in (weights_N, rewards_N / rewards_N.std())),
-            strict=True,
-        )
-        sums_5J = sum(_sums(draw, weights_n, rewards_n) for draw, weights_n, rewards_n in weighted)
-        assert isinstance(sums_5J, Tensor)
-        x_J, squares_J, gained_J, raised_J, raised_squares_J = sums_5J
-        self._against_others.add(x_J, squares_J, squares_J)
-        self._against_nothing.add(gained_J, raised_J, raised_squares_J)
+        parts = zip(draws, weights_N.split([sum(draw.rewarded_counts) for draw in draws]), strict=True)
+        sums_2J = torch.stack([_sums(draw, weights_n) for draw, weights_n in parts]).sum(dim=0)
+        self._evidence.add(*sums_2J)
         self._num_steps += 1
         if self._num_steps % EVERY:
             return False
-        return self._move()
+        self._move()
+        return True
 
-    def _move(self) -> bool:
-        """Set the parameters by the evidence; return whether there is enough of it."""
-        effect = self._against_others.certain(self.caution, self._groups)
-        if self.reference.zero_is_neutral:
-            gain = self._against_nothing.certain(self.caution)
-            if not all(bool(((gain[rows_GK] > 0).double().mean(dim=-1) > 0.5).all()) for rows_GK in self._groups):
-                self._against_others.forget(0.5)
-                self._against_nothing.forget(0.5)
-                return False
-            effect = torch.maximum(effect, gain).clamp_max(0)
+    def _move(self) -> None:
+        effect = self._evidence.certain(self.caution, self._groups)
+        if not self.reference.tells_better:
+            effect = torch.zeros_like(effect)
         shift = (effect / self.temperature).clamp(LOWEST, HIGHEST)
         if self.not_learning is not None and self._sources is not None:
             shift[self._sources[self.not_learning()]] = LOWEST
@@ -171,13 +151,11 @@ class Anchored(Update):
             parameter.copy_(values[start : start + parameter.numel()].view_as(parameter))
             start += parameter.numel()
         self.version += 1
-        return True
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {
             "prior": self._prior.clone(),
-            "against_others": self._against_others.sums.clone(),
-            "against_nothing": self._against_nothing.sums.clone(),
+            "evidence": self._evidence.sums.clone(),
             "num_steps": self._num_steps,
         }
 
@@ -188,8 +166,7 @@ class Anchored(Update):
             )
         super().load_state_dict(state)
         self._prior = state["prior"].clone()
-        self._against_others.sums = state["against_others"].clone()
-        self._against_nothing.sums = state["against_nothing"].clone()
+        self._evidence.sums = state["evidence"].clone()
         self._num_steps = state["num_steps"]
 
 
@@ -222,26 +199,13 @@ def places_of_sources(policy: Policy) -> Tensor | None:
     return None
 
 
-def _sums(draw: Draw, weights_N: Tensor, rewards_N: Tensor) -> Tensor:
-    """Sums over the examples of a draw, [5, J]: of w s, s², r s⁺, s⁺ and (s⁺)², with s⁺ the scores above zero.
-
-    Args:
-        weights_N: w, normalised rewards.
-        rewards_N: r, rewards in standard deviations of the step.
-    """
-    actions, total = draw.rewarded, torch.zeros(())
+def _sums(draw: Draw, weights_N: Tensor) -> Tensor:
+    """Sums over the examples of a draw, [2, J]: of w s and of s²."""
+    total = torch.zeros(())
     for start in range(0, max(1, len(weights_N)), _ROWS):
         rows = slice(start, start + _ROWS)
-        scores_NJ = scores(draw.policy, part_of(actions, rows))
-        raised_NJ = scores_NJ.clamp_min(0)  # of the examples that raising φ_j makes likelier
-        sums = (
-            weights_N[rows] @ scores_NJ,
-            scores_NJ.square().sum(dim=0),
-            rewards_N[rows] @ raised_NJ,
-            raised_NJ.sum(dim=0),
-            raised_NJ.square().sum(dim=0),
-        )
-        total = total + torch.stack(sums)
+        scores_NJ = scores(draw.policy, part_of(draw.rewarded, rows))
+        total = total + torch.stack([weights_N[rows] @ scores_NJ, scores_NJ.square().sum(dim=0)])
     return total
 
 
