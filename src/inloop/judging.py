@@ -71,7 +71,7 @@ class Judging:
             judge = replace(judge, direction=known)
         elif self._applied is not None:
             compute = self._applied.of_next_step if step is current else self._applied.of_last_step
-            judge = replace(judge, direction=Computed(judge.direction, compute))
+            judge = judge.changed_by(compute)
         return step, judge, problem
 
     def _drop_step_not_taken(self) -> str | None:

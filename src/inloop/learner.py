@@ -59,7 +59,7 @@ class InLoop:
             own, unless this is False. An :class:`inloop.optimizers.StepDerivative` has more options.
         reward: "gar" (gradient alignment), "nslr" (next-step loss), "loss" (the example's own, for baselines), or a
             :class:`~inloop.rewards.Reward`.
-        reference: The judge of a step: "next" (the next step, as in the paper), "previous", "trail", a function that returns a
+        reference: The judge of a step: "next" (the next step, as in the paper), "previous", "other half", "trail", a function that returns a
             scalar loss on held-out data (evaluated after the step), or a :class:`~inloop.references.Reference`.
         update: How the policy learns: an :class:`~inloop.updates.Update`; None for :class:`~inloop.updates.Reinforce` as in the paper (a
             policy without parameters stays as it is); False to watch the rewards without moving the policy.
@@ -240,6 +240,7 @@ class InLoop:
             at_once = known if self._aligns_once else None
             self._recorder.open(self._judging.waiting, self._judging.of_last_step, at_once)
         self._sampler.announced.append(draw)
+        self.reference.batch_begins(self.num_announced - 1)
         if draw.plain:
             self._recorder.expect_plain()
         self._recorder.expect(self.num_announced - 1, draw.rewarded_here)

@@ -1,13 +1,14 @@
 """A training step as the learner keeps it: the choices that were drawn for it, its tape, and what judges it."""
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from inloop.alignment import Direction, Tape
+from inloop.alignment.direction import Compute, Computed
 from inloop.distributed import gather_rows, is_distributed, rank, world_size
 from inloop.policies import Actions, Policy, map_actions, part_of
 
@@ -105,11 +106,18 @@ class Judge:
 
     Attributes:
         scale: What the gradient is multiplied with.
+        by_batch: If each micro-batch has a judge of its own, their gradients, in place of ``direction``.
     """
 
     direction: Direction
     loss: float
     scale: float = 1.0
+    by_batch: tuple[Direction, ...] = ()
+
+    def changed_by(self, compute: Compute) -> "Judge":
+        """The judge with ``compute`` of its gradients."""
+        by_batch = tuple([Computed(direction, compute) for direction in self.by_batch])
+        return replace(self, direction=Computed(self.direction, compute), by_batch=by_batch)
 
     def detached(self) -> "Judge":
         """A copy that outlives the gradients of the step."""
@@ -165,7 +173,10 @@ class Step:
         """``<∇l_i, g>`` for every example of this process, [N]; factors that losses were scaled with are divided out."""
         assert self.tape is not None
         scale = self.scale * judge.scale
-        aligned_N = self.tape.align(judge.direction)
+        if judge.by_batch:
+            aligned_N = torch.cat([self.tape.align_batch(b, direction) for b, direction in enumerate(judge.by_batch)])
+        else:
+            aligned_N = self.tape.align(judge.direction)
         return aligned_N if scale == 1 else aligned_N / scale
 
     def release(self) -> None:

@@ -20,7 +20,7 @@ from tests.training import Run, make_net, make_sources, num_hooks
     ("options", "message"),
     [
         ({"reward": "best"}, "reward='best': allowed are 'gar', 'nslr', 'loss'"),
-        ({"reference": "last"}, "reference='last': allowed are 'next', 'previous', 'trail', a function"),
+        ({"reference": "last"}, "reference='last': allowed are 'next', 'previous', 'other half', 'trail', a function"),
         ({"reference": "previous", "reward": "nslr"}, "is a gradient, of which NextStepLoss makes no use"),
         ({"accumulate": 0}, "accumulate=0"),
         ({"normalisation": "all"}, "normalisation='all'"),

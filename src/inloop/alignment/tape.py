@@ -217,8 +217,18 @@ class Tape:
         count = len(contributions_N) if self.mean_over is None else self.mean_over
         return contributions_N * count if self.reduction == "mean" else contributions_N
 
-    def contributions(self, direction: Direction) -> Tensor:
-        """Return the contribution of every example to ``<∇L_t, direction>``; they add up to that product."""
+    def align_batch(self, batch: int, direction: Direction) -> Tensor:
+        """Return the rewards of one micro-batch's examples alone."""
+        contributions_N = self.contributions(direction, batch)
+        count = sum(self.batch_sizes().values()) if self.mean_over is None else self.mean_over
+        return contributions_N * count if self.reduction == "mean" else contributions_N
+
+    def contributions(self, direction: Direction, only_batch: int | None = None) -> Tensor:
+        """Return the contribution of every example to ``<∇L_t, direction>``; they add up to that product.
+
+        Args:
+            only_batch: The micro-batch whose examples are wanted; None for all.
+        """
         plan = self.plan
         trainable = plan.trainable()
         resolved = resolve_direction(direction, plan.aliases, plan.shapes, trainable)
@@ -234,10 +244,11 @@ class Tape:
             )
         if unseen := (trainable & self.reached.keys()) - self.accounted - plan.used_elsewhere:
             refuse_unseen_uses(unseen)
-        sizes = self.batch_sizes()
-        totals = dict(self._sums)
+        sizes = {batch: size for batch, size in self.batch_sizes().items() if only_batch in (None, batch)}
+        totals = {batch: sums for batch, sums in self._sums.items() if batch in sizes}
+        calls = [call for call in self.calls if call.batch in sizes]
         for some in in_parts(resolved, plan):
-            for call in self.calls:
+            for call in calls:
                 local = {name: some.get(canonical) for name, canonical in call.parameter_names.items()}
                 if any([value is not None for value in local.values()]):
                     self._add(totals, call, local)

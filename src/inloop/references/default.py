@@ -5,12 +5,13 @@ from typing import Literal
 from inloop.errors import UsageError
 from inloop.references.held_out import HeldOut, HeldOutLoss
 from inloop.references.next import Next
+from inloop.references.other_half import OtherHalf
 from inloop.references.previous import Previous
 from inloop.references.reference import Reference
 from inloop.references.trail import Trail
 
-_NAMED: dict[str, type[Reference]] = {"next": Next, "previous": Previous, "trail": Trail}
-Named = Literal["next", "previous", "trail"]
+_NAMED: dict[str, type[Reference]] = {"next": Next, "previous": Previous, "other half": OtherHalf, "trail": Trail}
+Named = Literal["next", "previous", "other half", "trail"]
 
 
 def as_reference(reference: Named | HeldOutLoss | Reference) -> Reference:

@@ -65,6 +65,9 @@ class Reference(ABC):
         """Return the direction that ``match`` will give for the step that begins, if known before its backward pass."""
         return None
 
+    def batch_begins(self, number: int) -> None:  # noqa: B027
+        """A micro-batch of the open step is announced; ``number`` counts from 0."""
+
     def end_step(self) -> None:  # noqa: B027
         """End a step that was judged or begins to wait; the optimizer has not moved the parameters yet."""
 
