@@ -47,7 +47,7 @@ def soft() -> Anchored:
 
 ORACLES = (0.0, 0.25, 0.5, 1.0)
 ARMS: dict[str, Arm] = {
-    "paper": Arm(Reinforce, lambda: "next", knows_optimizer=False, form="inverted"),
+    "paper": Arm(Reinforce, lambda: "next", knows_optimizer=False, form="inverted"),  # inloop.paper_settings()
     "held-out": Arm(soft, None),
     "next": Arm(soft, lambda: "next"),
     "next, reinforce": Arm(Reinforce, lambda: "next"),

@@ -23,6 +23,8 @@ from inloop.metagradient import MetaGradient as MetaGradient
 
 # drawing batches
 from inloop.mixture import Mixture as Mixture
+from inloop.paper import paper_policy as paper_policy
+from inloop.paper import paper_settings as paper_settings
 
 # distributions over per-example choices
 from inloop.policies import Bernoulli as Bernoulli
@@ -34,8 +36,5 @@ from inloop.records import Records as Records
 
 # how a policy learns
 from inloop.updates import Reinforce as Reinforce
-
-# which source is bad
-from inloop.verdicts import SourceStatistics as SourceStatistics
 
 __version__ = "0.1.0"

@@ -15,8 +15,9 @@ from inloop.alignment import Recording
 from inloop.alignment.plan import LayerFilter
 from inloop.learner import InLoop
 from inloop.mixture import Mixture
-from inloop.policies import Discrete, MixturePolicy, Shares
-from inloop.updates import Exp3, FollowLosses, Reinforce, Update
+from inloop.paper import paper_policy, paper_settings
+from inloop.policies import Discrete, Shares
+from inloop.updates import Exp3, FollowLosses, Update
 from inloop.verdicts import SourceVerdict
 from inloop_lab.data.images import ImageData, to_input
 from inloop_lab.networks.small import make_network
@@ -49,16 +50,16 @@ class SplitExperiment:
     def _make_learner(self) -> InLoop:
         settings = self.settings
         only_linear: LayerFilter = lambda name, module: isinstance(module, nn.Linear)  # noqa: E731
-        return InLoop(
-            self.model,
-            self.policy,
-            reward=settings.reward
-            if settings.reward in ("gar", "nslr")
-            else "loss",  # baselines follow the loss, if anything
-            reference=self.held_out_loss if settings.reference == "heldout" else settings.reference,
-            update=make_update(settings),
-            record=Recording(layers=only_linear if settings.layers == "linear" else None),
-        )
+        options = paper_settings(settings.accumulate)
+        if settings.reward != "gar":
+            # Baselines follow the loss, if anything.
+            options["reward"] = "nslr" if settings.reward == "nslr" else "loss"
+        if settings.reward not in ("gar", "nslr"):
+            options["update"] = make_baseline(settings.reward)
+        if settings.reference != "next":
+            options["reference"] = self.held_out_loss if settings.reference == "heldout" else settings.reference
+        record = Recording(layers=only_linear if settings.layers == "linear" else None)
+        return InLoop(self.model, self.policy, record=record, **options)
 
     def held_out_loss(self) -> Tensor:
         """The loss on clean examples of no split; BatchNorm is in training mode, as in the steps that it judges."""
@@ -161,15 +162,13 @@ def make_policy(settings: SplitSettings) -> Discrete:
     if settings.reward == "oracle":
         return Shares([0.0 if k == NOISY_SPLIT else 1.0 for k in range(settings.sources)])
     if settings.reward in ("gar", "nslr"):
-        return MixturePolicy(settings.sources)
+        return paper_policy(settings.sources)
     return Shares.uniform(settings.sources)
 
 
-def make_update(settings: SplitSettings) -> Update | None:
-    """The update rule of that distribution; None if it is fixed."""
-    if settings.reward in ("gar", "nslr"):
-        return Reinforce(accumulate=settings.accumulate)
-    return {"loss": FollowLosses, "exp3": Exp3}[settings.reward]() if settings.reward in ("loss", "exp3") else None
+def make_baseline(name: str) -> Update | None:
+    """The update rule of a baseline; None if its shares are fixed."""
+    return {"loss": FollowLosses, "exp3": Exp3}[name]() if name in ("loss", "exp3") else None
 
 
 def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
