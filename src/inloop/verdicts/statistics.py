@@ -17,6 +17,8 @@ from inloop.verdicts.advantage import Advantages
 from inloop.verdicts.losses import FIRST, SourceLosses, constant_losses
 from inloop.verdicts.verdict import LossEvidence, SourceVerdict, is_below, word_for
 
+FAR_BELOW = 0.85  # times the loss of a constant prediction
+
 
 class SourceStatistics:
     """Examples, rewards and losses of each source. Printed, it is a table of verdicts.
@@ -119,11 +121,12 @@ class SourceStatistics:
         """The sources that do not learn while most others do, [K]: a certain wrong, whatever the rewards say.
 
         The recent loss of such a source is certainly above the larger of two constant predictions, from its own label frequencies and from those
-        of all sources. All processes come here together, and the majority decides.
+        of all sources, and most sources are far below theirs: in the first steps of a run the losses of good sources may rise, too. All processes
+        come here together, and the majority decides.
         """
         recent_K, error_K = self.losses.recent_K, self.losses.error_K
         constant_K = torch.maximum(*constant_losses(self.sources.label_counts()))
-        most_learn = float(is_below(recent_K, error_K, constant_K).double().mean()) > 0.5
+        most_learn = float(is_below(recent_K, error_K, FAR_BELOW * constant_K).double().mean()) > 0.5
         above_K = is_below(-recent_K, error_K, -constant_K) & (self.losses.number_K >= FIRST)
         return gather_numbers(*(above_K & most_learn).tolist()).mean(dim=0) > 0.5
 
