@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import TensorDataset
 
 from inloop.mixture.sources import IndexedSource, Source
 
@@ -15,7 +16,10 @@ def label_counts(source: Source) -> Tensor | None:
     if not isinstance(source, IndexedSource):
         return None
     rows = torch.linspace(0, source.size - 1, min(source.size, MOST_EXAMPLES)).round().long().unique().tolist()
-    labels = [label_of(source.dataset[row]) for row in rows]
+    if isinstance(source.dataset, TensorDataset):
+        labels = [label_of(tuple(tensor[rows] for tensor in source.dataset.tensors))]
+    else:
+        labels = [label_of(source.dataset[row]) for row in rows]
     if any(label is None for label in labels):
         return None
     known = torch.cat([label.flatten() for label in labels if label is not None])

@@ -125,6 +125,8 @@ class SourceStatistics:
         come here together, and the majority decides.
         """
         recent_K, error_K = self.losses.recent_K, self.losses.error_K
+        if bool(recent_K.isnan().all()):  # without losses, do not read the labels
+            return torch.zeros(len(self.sources), dtype=torch.bool)
         constant_K = torch.maximum(*constant_losses(self.sources.label_counts()))
         most_learn = float(is_below(recent_K, error_K, FAR_BELOW * constant_K).double().mean()) > 0.5
         above_K = is_below(-recent_K, error_K, -constant_K) & (self.losses.number_K >= FIRST)
