@@ -284,3 +284,20 @@ def test_a_state_of_another_reference_is_refused():
     state = InLoop(model, MixturePolicy(2)).state_dict()
     with pytest.raises(UsageError, match="with the reference Next; this one has Trail"):
         InLoop(model, MixturePolicy(2), reference="trail").load_state_dict(state)
+
+
+def test_the_last_step_has_its_own_settings_and_the_next_the_present_ones():
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    derivative = StepDerivative(model, optimizer)
+    derivative.attach()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.125  # as a scheduler does
+    direction = torch.ones(1, 2)
+    assert torch.equal(derivative.of_last_step("weight", direction), 0.5 * direction)
+    assert torch.equal(derivative.of_next_step("weight", direction), 0.125 * direction)
+    optimizer.load_state_dict(optimizer.state_dict())  # makes new groups
+    optimizer.param_groups[0]["lr"] = 0.25
+    assert torch.equal(derivative.of_next_step("weight", direction), 0.25 * direction)
+    derivative.detach()

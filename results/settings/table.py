@@ -1,29 +1,37 @@
-"""Prints the screening runs: the mean score of each arm and setting, and the number of seeds.
+"""Writes the screening runs into README.md: the mean score of each arm and setting, and the number of seeds.
 
-python results/settings/table.py [FILE.jsonl]
+python results/settings/table.py
 """
 
 import statistics
-import sys
 from pathlib import Path
 
 from run import read
 
+from inloop_lab.page_block import with_block
+
+COMMAND = "python results/settings/table.py"
 HERE = Path(__file__).parent
 
 
-def main() -> None:
-    rows = read(Path(sys.argv[1]) if len(sys.argv) > 1 else HERE / "screen.jsonl")
-    settings = list(dict.fromkeys(row["setting"] for row in rows))
-    arms = list(dict.fromkeys(row["arm"] for row in rows))
-    print(f"| | {' | '.join(settings)} |\n|---|{'---|' * len(settings)}")
+def table() -> str:
+    rows = read(HERE / "screen.jsonl")
+    settings, arms = (list(dict.fromkeys(row[name] for row in rows)) for name in ("setting", "arm"))
+    lines = [f"| | {' | '.join(settings)} |", f"|---|{'---|' * len(settings)}"]
     for arm in arms:
         cells = []
         for setting in settings:
             scores = [row["score"] for row in rows if (row["setting"], row["arm"]) == (setting, arm)]
-            cells.append(f"{statistics.mean(scores):.4f} ({len(scores)})" if scores else "")
-        print(f"| {arm} | {' | '.join(cells)} |")
+            cells.append(f"{statistics.mean(scores):.3f} ({len(scores)})" if scores else "")
+        lines.append(f"| {arm} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def pages() -> dict[Path, str]:
+    page = HERE / "README.md"
+    return {page: with_block(page.read_text(), COMMAND, table())}
 
 
 if __name__ == "__main__":
-    main()
+    for page, text in pages().items():
+        page.write_text(text)

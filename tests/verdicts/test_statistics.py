@@ -181,3 +181,14 @@ def test_constant_losses():
 def test_labels_of_examples(example, label):
     found = label_of(example)
     assert (None if found is None else found.flatten().tolist()) == label
+
+
+@pytest.mark.parametrize(("loss_of_others", "found"), [(0.95, False), (0.5, True)])
+def test_nothing_is_dropped_for_its_loss_before_most_sources_have_learned_much(loss_of_others, found):
+    constant = math.log(4)
+    statistics = Loop().learner.statistics
+    for _ in range(10):
+        source_N = torch.arange(3).repeat_interleave(100)
+        losses_N = torch.tensor([loss_of_others, loss_of_others, 1.2])[source_N] * constant
+        statistics.losses.add(source_N, losses_N)
+    assert statistics.not_learning().tolist() == [False, False, found]
