@@ -1,4 +1,4 @@
-"""Writes the screening runs into README.md: the mean score of each arm and setting, and the number of seeds.
+"""Writes the screening runs into README.md.
 
 python results/settings/table.py
 """
@@ -15,14 +15,22 @@ HERE = Path(__file__).parent
 
 
 def table() -> str:
-    rows = read(HERE / "screen.jsonl")
-    settings, arms = (list(dict.fromkeys(row[name] for row in rows)) for name in ("setting", "arm"))
+    """The score of equal shares, and the mean paired difference of each arm to it, with the number of seeds that both have."""
+    scores = {(row["setting"], row["arm"], row["seed"]): row["score"] for row in read(HERE / "screen.jsonl")}
+    settings, arms = (list(dict.fromkeys(key[place] for key in scores)) for place in (0, 1))
     lines = [f"| | {' | '.join(settings)} |", f"|---|{'---|' * len(settings)}"]
     for arm in arms:
         cells = []
         for setting in settings:
-            scores = [row["score"] for row in rows if (row["setting"], row["arm"]) == (setting, arm)]
-            cells.append(f"{statistics.mean(scores):.3f} ({len(scores)})" if scores else "")
+            uniform = {seed: score for (s, a, seed), score in scores.items() if (s, a) == (setting, "uniform")}
+            own = {
+                seed: score for (s, a, seed), score in scores.items() if (s, a) == (setting, arm) and seed in uniform
+            }
+            differences = [score - uniform[seed] for seed, score in own.items()]
+            if arm == "uniform":
+                cells.append(f"{statistics.mean(uniform.values()):.3f} ({len(uniform)})" if uniform else "")
+            else:
+                cells.append(f"{statistics.mean(differences):+.3f} ({len(differences)})" if differences else "")
         lines.append(f"| {arm} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
