@@ -11,8 +11,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,19 +19,10 @@ from inloop_lab.bench.measure import Worker
 from inloop_lab.bench.tasks import make_task
 
 
-class CheckoutWorker(Worker):
+def worker(checkout: Path, model: str, mode: str, batch: int) -> Worker:
     """A worker that imports the library and the lab from one checkout."""
-
-    def __init__(self, checkout: Path, model: str, mode: str, batch: int) -> None:
-        paths = [str(checkout.resolve() / folder) for folder in ("src", "lab/src")]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "inloop_lab.bench.worker", model, mode, str(batch)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-        )
+    paths = [str(checkout.resolve() / folder) for folder in ("src", "lab/src")]
+    return Worker(model, mode, batch, os.environ | {"PYTHONPATH": os.pathsep.join(paths)})
 
 
 def measure(checkouts: dict[str, Path], model: str, mode: str, repeats: int) -> dict[str, Any]:
@@ -42,9 +31,9 @@ def measure(checkouts: dict[str, Path], model: str, mode: str, repeats: int) -> 
     batch = len(make_task(model).x)
     first = next(iter(checkouts.values()))
     with ExitStack() as running:
-        workers = {"plain": running.enter_context(CheckoutWorker(first, model, "plain", batch))}
+        workers = {"plain": running.enter_context(worker(first, model, "plain", batch))}
         for name, path in checkouts.items():
-            workers[name] = running.enter_context(CheckoutWorker(path, model, mode, batch))
+            workers[name] = running.enter_context(worker(path, model, mode, batch))
         if errors := {name: answer["error"] for name, w in workers.items() if "error" in (answer := w.ask())}:
             return row | {"error": errors}
         times: dict[str, list[float]] = {name: [] for name in workers}

@@ -4,7 +4,7 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -12,15 +12,20 @@ from inloop_lab.bench.tasks import make_task
 
 
 class Worker:
-    """A process that does steps of one mode on request."""
+    """A process that does steps of one mode on request.
 
-    def __init__(self, model: str, mode: str, batch: int) -> None:
+    Args:
+        environment: The variables of the process; None for those of this one.
+    """
+
+    def __init__(self, model: str, mode: str, batch: int, environment: Mapping[str, str] | None = None) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "inloop_lab.bench.worker", model, mode, str(batch)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
+            env=environment,
         )
 
     def ask(self, what: str | None = None) -> dict[str, Any]:
