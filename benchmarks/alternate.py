@@ -51,7 +51,9 @@ def measure(checkouts: dict[str, Path], model: str, mode: str, repeats: int) -> 
         differences = [own - old for own, old in zip(ratios[name], ratios[next(iter(checkouts))], strict=True)]
         if any(differences):
             row[name]["difference"] = statistics.median(differences)
-            row[name]["difference_quartiles"] = statistics.quantiles(differences, n=4)[::2]
+            row[name]["difference_quartiles"] = (
+                statistics.quantiles(differences, n=4)[::2] if repeats > 1 else [differences[0]] * 2
+            )
     return row
 
 
