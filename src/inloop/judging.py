@@ -2,7 +2,7 @@
 
     r_i = <∇l_i(θ_t), Pᵀ g_ref>          P = -∂(θ_{t+1} - θ_t) / ∂g_t, the identity without an optimizer
 
-A displacement of the parameters (a trail) is not: it has the optimizer in it already.
+A trail, a displacement of the parameters, is not multiplied: it has the optimizer in it already.
 """
 
 from dataclasses import replace
@@ -51,7 +51,7 @@ class Judging:
 
     @property
     def of_last_step(self) -> Compute | None:
-        """Turns the gradient that judges the step that waits into Pᵀ g; None for the identity."""
+        """The function that turns the judge's gradient g into Pᵀ g for the waiting step; None for the identity."""
         return None if self._applied is None else self._applied.of_last_step
 
     def open(self) -> Direction | None:

@@ -54,8 +54,8 @@ class InLoop:
     Args:
         model: The model in training.
         policy: The distribution to learn.
-        optimizer: The model's optimizer, or a list of all of them. Rewards are then true for the steps that it takes: with AdamW, a
-            gradient counts where the steps are long. None: the paper's rewards, which are true for SGD; a trainer's adapter then gives its
+        optimizer: The model's optimizer, or a list of all of them. Rewards are then true for the steps that it takes: with AdamW, each
+            entry of a gradient is weighted by AdamW's step size for it. None: the paper's rewards, which are true for SGD; a trainer's adapter then gives its
             own, unless this is False. An :class:`inloop.optimizers.StepDerivative` has more options.
         reward: "gar" (gradient alignment), "nslr" (next-step loss), "loss" (the example's own, for baselines), or a
             :class:`~inloop.rewards.Reward`.

@@ -14,23 +14,22 @@ It is narrowest, for its α, at about ``BEST_AT`` steps. α is divided by the nu
 """
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from inloop.errors import UsageError
+from inloop.verdicts.sums import SourceSums
 
 LEAST_STEPS = 20  # with fewer the error itself is too uncertain, and there is no interval
 BEST_AT = 100
 
 
-class Advantages:
+class Advantages(SourceSums):
     """The mean advantage of each of K sources, from sums over steps."""
 
     def __init__(self, num_sources: int) -> None:
         # sums over steps of n, n d, n², n² d, n² d²
-        self._sums = torch.zeros(5, num_sources, dtype=torch.float64)
+        super().__init__(5, num_sources)
 
     def add(self, count_K: Tensor, mean_K: Tensor, std: float) -> None:
         """Add the rewards of one step. Steps with equal rewards do not count."""
@@ -63,14 +62,6 @@ class Advantages:
         mean_K, error_K, steps_K = self.estimate()
         errors_K = torch.tensor([width(float(n), (1 - level) / len(mean_K)) for n in steps_K], dtype=torch.float64)
         return mean_K - errors_K * error_K, mean_K + errors_K * error_K
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"sums": self._sums.clone()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["sums"].shape != self._sums.shape:
-            raise UsageError(f"The state is of {state['sums'].shape[1]} sources; this has {self._sums.shape[1]}.")
-        self._sums.copy_(state["sums"])
 
 
 def width(steps: float, alpha: float) -> float:

@@ -1,14 +1,13 @@
 """How the loss of each source moves, from the losses of its examples. Axis K counts the sources."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inloop.errors import UsageError
 from inloop.policies.policy import summarise_by_choice
+from inloop.verdicts.sums import SourceSums
 
 FIRST = 100  # examples of a source whose mean loss is its first loss
 RECENT = 500  # examples, about, that its recent loss is the mean of
@@ -32,12 +31,12 @@ def constant_losses(counts: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
     return own_K, -torch.special.xlogy(own_KC, pooled_C.expand_as(own_KC)).sum(dim=1)
 
 
-class SourceLosses:
+class SourceLosses(SourceSums):
     """The first and the recent mean loss of each source; nan for a source without examples."""
 
     def __init__(self, num_sources: int) -> None:
         # number of examples, sum of the first losses and their number; recent mean, and recent mean of squares
-        self._sums = torch.zeros(5, num_sources, dtype=torch.float64)
+        super().__init__(5, num_sources)
 
     def add(self, source_N: Tensor, losses_N: Tensor) -> None:
         """Add the examples of one step; a source with a loss that is not finite is left out of it."""
@@ -75,11 +74,3 @@ class SourceLosses:
         number_K, *_, recent_K, recent2_K = self._sums
         error_K: Tensor = ((recent2_K - recent_K.square()).clamp_min(0) / number_K.clamp_max(RECENT)).sqrt()
         return error_K
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"sums": self._sums.clone()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["sums"].shape != self._sums.shape:
-            raise UsageError(f"The state is of {state['sums'].shape[1]} sources; this has {self._sums.shape[1]}.")
-        self._sums.copy_(state["sums"])
