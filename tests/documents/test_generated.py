@@ -19,6 +19,7 @@ PAPER_INDEX = (ROOT / "docs/paper-index.md").read_text()
         ("cost/table.py", "| `gar` | "),
         ("hazards/table.py", "| gar, softmax, floor | "),
         ("exactness/compare.py", "| GPT-2 | "),
+        ("optimizers/correlation.py", "| AdamW | fixed | "),
     ],
 )
 def test_the_tables_are_those_of_the_committed_runs(script, line):

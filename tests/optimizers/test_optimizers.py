@@ -276,7 +276,7 @@ def test_a_learner_s_step_that_comes_after_the_optimizer_s_is_refused(reference)
 def test_the_learner_says_what_it_is_made_of():
     model, optimizer = small()
     learner = InLoop(model, MixturePolicy(2), optimizer=optimizer)
-    assert "GradientAlignment, Next, Reinforce with AdamW: 0 steps, 0 updates" in repr(learner)
+    assert "GradientAlignment, Next, Anchored with AdamW: 0 steps, 0 updates" in repr(learner)
 
 
 def test_a_state_of_another_reference_is_refused():
