@@ -37,10 +37,9 @@ def main(steps: int = 400, seed: int = 0) -> Tensor:
         return F.cross_entropy(model(target_x[rows]), target_y[rows])
 
     mixture = inloop.Mixture(sources)
-    policy = inloop.MixturePolicy(
-        num_sources=3, form="softmax", floor=0.02
-    )  # one source may deserve nearly everything
-    learner = inloop.InLoop(model, policy, reference=target_loss)
+    # One source may deserve nearly everything: the default form and rule stay near equal shares.
+    policy = inloop.MixturePolicy(mixture, form="softmax", floor=0.02)
+    learner = inloop.InLoop(model, policy, reference=target_loss, update=inloop.Reinforce())
     for _, (x, y) in mixture.loader(learner, batch_size=128, num_batches=steps):
         loss = F.cross_entropy(model(x), y)
         loss.backward()

@@ -61,7 +61,8 @@ class InLoop:
             :class:`~inloop.rewards.Reward`.
         reference: The judge of a step: "next" (the next step, as in the paper), "previous", "other half", "trail", a function that returns a
             scalar loss on held-out data (evaluated after the step), or a :class:`~inloop.references.Reference`.
-        update: How the policy learns: an :class:`~inloop.updates.Update`; None for :class:`~inloop.updates.Reinforce` as in the paper (a
+        update: How the policy learns: an :class:`~inloop.updates.Update`; None for :class:`~inloop.updates.Anchored` if the policy's
+            parameters are scores of alternatives, as those of a mixture are, else for :class:`~inloop.updates.Reinforce`, the paper's (a
             policy without parameters stays as it is); False to watch the rewards without moving the policy.
         interleave: Let every second step use the policy's neutral choices: all sources alike, bad ones too, or no augmentation. Such a step
             judges the one before it and trains the model, but is not rewarded itself.
@@ -102,11 +103,11 @@ class InLoop:
         self.reward = as_reward(reward)
         refuse_useless_options(self.reward, part, record)
         self.reference = as_reference(reference)
-        self.update = as_update(update, policy)
+        self.update = as_update(update, policy, self.reward)
         self.num_steps = 0
         self._sampler = Sampler(policy, generator or default_generator("sampling of actions"))
         self._reporter = Reporter(policy, self.reference.is_training_data and not isinstance(self.update, NoUpdate))
-        self.statistics = statistics_for(policy, self.reference.least_effect)
+        self.statistics = statistics_for(policy, self.reference)
         self._rewarded_since_saved = True
         self._num_pauses = 0
         self._closed = False

@@ -153,7 +153,7 @@ def test_options_reach_what_they_are_for():
     frozen = Run(policy=policy, accumulate=1, optimizer=torch.optim.SGD(policy.parameters(), lr=0.0)).train(4)
     assert torch.equal(frozen.policy.scores, torch.zeros(4))
     assert frozen.reports[-1].updated
-    assert Run().learner.update.optimizer.defaults["lr"] == 0.1
+    assert Run(accumulate=1).learner.update.optimizer.defaults["lr"] == 0.1
     by_mean, by_sum = Run().train(2), Run(reduction="sum").train(2)
     assert by_mean.reports[1].reward_mean == pytest.approx(64 * by_sum.reports[1].reward_mean, rel=1e-5)
     copying = Run(copy_inputs=True)

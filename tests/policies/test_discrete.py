@@ -36,7 +36,7 @@ def test_inverted_softmax_stays_precise_where_one_minus_softmax_rounds_to_zero()
 
 
 def test_the_highest_score_loses_and_nobody_wins_more_than_its_share():
-    policy = MixturePolicy(4)
+    policy = MixturePolicy(4, form="inverted")
     with torch.no_grad():
         policy.scores.copy_(torch.tensor([30.0, 0.0, 0.0, 0.0]))
     torch.testing.assert_close(policy.probabilities(), torch.tensor([0.0, 1 / 3, 1 / 3, 1 / 3]))
@@ -217,7 +217,7 @@ def quadratic_log_probabilities(scores_K):
 @pytest.mark.parametrize("scores", ["even", "random", "equal", "two largest"])
 @pytest.mark.parametrize("K", [2, 3, 50])
 def test_log_probabilities_and_their_gradient_are_those_of_the_obvious_formula(K, scores):
-    policy = MixturePolicy(K).double()
+    policy = MixturePolicy(K, form="inverted").double()
     with torch.no_grad():
         policy.scores.copy_(
             {

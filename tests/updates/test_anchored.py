@@ -36,8 +36,9 @@ class Game:
 
 @pytest.mark.parametrize("n", [8, 32, 128])
 def test_equal_sources_stay_near_their_prior(n):
-    least = min(float(Game([0.0] * 10, n=n, seed=seed).play(300).min()) for seed in range(5))
-    assert least > 0.05
+    least = [float(Game([0.0] * 10, n=n, seed=seed).play(300).min()) for seed in range(5)]
+    assert min(least) > 0.03
+    assert sum(least) / len(least) > 0.06
 
 
 def test_any_number_of_bad_sources_is_dropped():
@@ -60,7 +61,7 @@ def test_a_dropped_source_that_becomes_good_comes_back():
 
 def test_it_is_anchored_at_the_prior_of_the_policy():
     policy = MixturePolicy(4, form="bounded", prior=[0.4, 0.3, 0.3, 0.0])
-    shares = Game([0.0, -0.6, 0.0, 0.0], policy=policy).play(200)
+    shares = Game([0.0, -0.6, 0.0, 0.0], policy=policy, caution=4.0).play(200)
     assert float(shares[3]) == 0
     assert float(shares[1]) < 0.05
     torch.testing.assert_close(shares[0] / shares[2], torch.tensor(4 / 3), rtol=0.15, atol=0)

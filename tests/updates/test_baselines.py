@@ -149,3 +149,19 @@ def test_losses_that_are_missing_or_of_another_number():
                 learner.step(1.0)
         else:
             learner.step(1.0)
+
+
+@pytest.mark.parametrize(
+    ("policy", "reward", "rule"),
+    [
+        (inloop.MixturePolicy(3), "gar", "Anchored"),
+        (inloop.Product({"source": inloop.MixturePolicy(3), "other": inloop.Categorical(2)}), "gar", "Anchored"),
+        (inloop.MixturePolicy(3), "nslr", "Reinforce"),  # one reward for all examples of a step
+        (inloop.MixturePolicy(3, form="inverted"), "gar", "Reinforce"),
+        (inloop.Bernoulli(), "gar", "Reinforce"),
+        (Shares.uniform(3), "gar", "NoUpdate"),
+    ],
+)
+def test_the_default_rule_is_anchored_where_it_fits(policy, reward, rule):
+    learner = inloop.InLoop(nn.Linear(2, 2), policy, reward=reward)
+    assert type(learner.update).__name__ == rule

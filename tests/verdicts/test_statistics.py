@@ -56,7 +56,7 @@ def test_the_table_of_a_learner_names_the_bad_source():
     assert columns.split()[:5] == ["source", "share", "examples", "epochs", "advantage"]
     assert rows[2].split()[0] == "forum"
     assert rows[2].split()[-1] == "bad"
-    assert rows[4] == "forum: pulls against the others and does not learn (a constant prediction has 1.39)"
+    assert rows[4] == "forum: does not learn, and most others do (a constant prediction has a loss of 1.40)"
     assert forum.losses.constant == pytest.approx(math.log(4), abs=0.01)
     assert web.losses.recent < web.losses.first
     assert web.epochs == pytest.approx(web.examples / 400)
@@ -107,6 +107,45 @@ def test_losses_refine_a_flag(recent, others_learn, word):
 def test_a_source_of_a_single_label_cannot_be_called_bad():
     losses = LossEvidence(first=2.4, recent=1.0, error=0.01, constant=0.0, others_learn=True)
     assert word_for(-0.3, -0.1, math.nan, math.nan, losses, 0.02) == "flagged"
+
+
+def test_a_source_that_is_worse_than_a_constant_prediction_is_bad_whatever_its_rewards_say():
+    losses = LossEvidence(first=2.4, recent=2.9, error=0.01, constant=2.3, others_learn=True, worse_than=2.3)
+    assert word_for(-0.3, 0.3, math.nan, math.nan, losses, 0.02) == "bad"
+    assert word_for(math.nan, math.nan, math.nan, math.nan, losses, 0.02) == "bad"
+
+
+@pytest.mark.parametrize(
+    ("recent", "not_learning"),
+    [
+        ((1.0, 2.9), (False, True)),  # of two sources one learns and the other does not
+        ((2.2, 2.9), (False, False)),  # nothing has learned much yet
+        ((1.0, 1.5, 2.9), (False, False, True)),
+        ((1.0, 2.9, 2.9), (False, False, False)),  # who is right?
+        ((1.0, 1.0, 1.0, 2.9, 2.9), (False, False, False, True, True)),
+    ],
+)
+def test_a_source_does_not_learn_while_most_others_do(recent, not_learning):
+    labels = torch.arange(10).repeat(20)
+    statistics = SourceStatistics(inloop.Mixture([(torch.zeros(200, 1), labels) for _ in recent]))
+    source_N = torch.arange(len(recent)).repeat_interleave(200)
+    statistics.losses.add(source_N, torch.tensor(recent)[source_N] + 0.1 * torch.randn(len(source_N)))
+    assert statistics.not_learning().tolist() == list(not_learning)
+    words = [verdict.word for verdict in statistics.verdicts()]
+    assert [word == "bad" for word in words] == list(not_learning)
+
+
+@pytest.mark.parametrize("persist", [False, True])
+def test_rewards_that_persist_are_no_more_certain_than_their_examples_are_many(persist):
+    """A source of 100 examples whose rewards happen to be lower by 0.2, the same in each step."""
+    sizes = [(torch.zeros(n, 1), torch.zeros(n).long()) for n in (100, 10_000)]
+    statistics = SourceStatistics(inloop.Mixture(sizes), least_effect=0.1, rewards_persist=persist)
+    torch.manual_seed(0)
+    for _ in range(2000):
+        statistics.drawn_K += 50
+        means = torch.tensor([-0.2, 0.0]) + 0.1 * torch.randn(2)
+        statistics.advantages.add(torch.tensor([50, 50]), means, 1.0)
+    assert statistics.verdicts()[0].flagged != persist
 
 
 def test_recent_losses_are_a_mean_over_all_and_then_over_some():

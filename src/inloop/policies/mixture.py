@@ -44,7 +44,7 @@ class MixturePolicy(Discrete):
     def __init__(
         self,
         num_sources: int | Sources,
-        form: Literal["bounded", "inverted", "softmax"] = "inverted",
+        form: Literal["bounded", "inverted", "softmax"] = "bounded",
         prior: Sequence[float] | None = None,
         floor: float | Sequence[float] = 0.0,
         ceiling: float | Sequence[float] = 1.0,

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from inloop.alignment import Direction
 from inloop.distributed import average_gradient, gather_numbers, is_sharded
 from inloop.errors import UsageError
 from inloop.references.reference import Reference
@@ -53,10 +54,6 @@ def held_out_judge(model: nn.Module, held_out_loss: HeldOutLoss, with_gradient: 
 
 def _evaluate(model: nn.Module, held_out_loss: HeldOutLoss, with_gradient: bool) -> Judge:
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    if with_gradient and any(is_sharded(parameter) for parameter in named.values()):
-        raise UsageError(
-            "A held-out reference needs gradients on the side, which a sharded model has not. Fix: use 'next'."
-        )
     with torch.enable_grad():
         loss = held_out_loss()
         if not isinstance(loss, Tensor) or loss.dim() != 0 or (with_gradient and not loss.requires_grad):
@@ -68,6 +65,8 @@ def _evaluate(model: nn.Module, held_out_loss: HeldOutLoss, with_gradient: bool)
         mean_loss = float(gather_numbers(float(loss.detach())).mean())
         if not with_gradient:
             return Judge({}, mean_loss)
+        if any(is_sharded(parameter) for parameter in named.values()):
+            return Judge(_gradients_by_backward(loss, named), mean_loss)
         try:
             gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
         except RuntimeError as error:
@@ -81,3 +80,16 @@ def _evaluate(model: nn.Module, held_out_loss: HeldOutLoss, with_gradient: bool)
                 "A held-out reference needs gradients on the side, which a reentrant checkpoint does not give. Fix: use_reentrant=False."
             ) from error
     return Judge(average_gradient(dict(zip(named, gradients, strict=True))), mean_loss)
+
+
+def _gradients_by_backward(loss: Tensor, named: dict[str, nn.Parameter]) -> Direction:
+    """Return the averaged gradients of a sharded model, which come about in ``backward`` alone; leave ``.grad`` as it was."""
+    before = {name: parameter.grad for name, parameter in named.items()}
+    for parameter in named.values():
+        parameter.grad = None
+    try:
+        loss.backward()
+        return {name: parameter.grad for name, parameter in named.items()}
+    finally:
+        for name, parameter in named.items():
+            parameter.grad = before[name]

@@ -22,6 +22,8 @@ class Reference(ABC):
             account; else it is a displacement of the parameters, which has the optimizer in it.
         tells_better: Whether higher rewards mean better data. A trail only tells which examples do not go with the rest.
         least_effect: The smallest advantage of a source, in standard deviations of a step's rewards, that counts for a verdict.
+        rewards_persist: Whether an example has about the same reward each time it is drawn. Then equal sources differ by the examples that
+            they happen to have, and verdicts allow for that.
         is_training_data: Whether the judge comes from the mixture that is learned, which then may agree with itself.
     """
 
@@ -29,6 +31,7 @@ class Reference(ABC):
     is_gradient: bool = True
     tells_better: bool = True
     least_effect: float = 0.02
+    rewards_persist: bool = False
     is_training_data: bool = True
 
     def __init__(self) -> None:

@@ -37,10 +37,10 @@ class Trail(Reference):
 
     is_gradient = False
     tells_better = False
-    # A trail sees the same of an example in every step: equal sources differ by the examples that they happen to have.
     least_effect = 0.1
+    rewards_persist = True
 
-    def __init__(self, decay: float = 0.995) -> None:
+    def __init__(self, decay: float = 0.999) -> None:
         super().__init__()
         if not 0 <= decay < 1:
             raise UsageError(f"Trail(decay={decay}): allowed are numbers from 0 to below 1.")

@@ -9,10 +9,11 @@ all examples so far and their normalised rewards w_i (mean 0 and deviation 1 wit
 For a softmax this is the mean reward of choice j minus that of the others. V_j is the variance of X_j - a_j Y_j over
 steps: examples of one step share a judge. Y_j, the variance if they did not, is a lower bound for the first steps. Then
 
-    φ_j = φ_0j + clip(S(a_j - m) / temperature),    S(a) = a max(0, 1 - (caution se / a)²)
+    φ_j = φ_0j + clip(S(a_j - m) / temperature),    S(a) = a max(0, 1 - (caution se / a)²) / (1 + (se / temperature)²)
 
 with m the median of a over the alternatives of the same choice (0 for yes or no): a single excellent source must not
-make all others look bad.
+make all others look bad. The last factor is that of a normal prior for a, with the temperature as its deviation: while
+errors are large, even the largest of many estimates moves its choice little.
 
 So a choice that is not certain to be better or worse stays at its prior, however long its estimate wanders. The clip
 keeps e^-3 of the prior's odds for a dropped choice, so that it is seen if it becomes good, and at most doubles a
@@ -70,10 +71,11 @@ class Evidence:
         error = torch.maximum(variance, y).sqrt() / y.clamp_min(1e-12)
         return ratio, torch.where(steps >= LEAST_STEPS, error, torch.inf)
 
-    def certain(self, caution: float, groups: Sequence[Tensor] = ()) -> Tensor:
-        """Return S: the part of the ratio beyond ``caution`` standard errors.
+    def certain(self, caution: float, scale: float, groups: Sequence[Tensor] = ()) -> Tensor:
+        """Return S: the part of the ratio beyond ``caution`` standard errors, shrunk where errors are large.
 
         Args:
+            scale: How large ratios are expected to be: the deviation of their prior.
             groups: Rows of parameters, [G, K] each, that are compared with their median.
         """
         ratio, error = self.estimate()
@@ -81,21 +83,21 @@ class Evidence:
             known_GK = torch.where(error[rows_GK].isfinite(), ratio[rows_GK], torch.nan)
             ratio[rows_GK] -= known_GK.nanquantile(0.5, dim=-1, keepdim=True).nan_to_num(0.0)
         is_certain = ratio.abs() > caution * error
-        return torch.where(
-            is_certain, ratio - (caution * error).square() / ratio.where(is_certain, torch.ones(())), 0.0
-        )
+        beyond = ratio - (caution * error).square() / ratio.where(is_certain, torch.ones(()))
+        return torch.where(is_certain, beyond / (1 + (error / scale).square()), 0.0)
 
 
 class Anchored(Update):
     """Moves each parameter away from its prior as far as the evidence for its advantage goes.
 
     Args:
-        temperature: The advantage, in standard deviations of a step's rewards, that changes a choice's odds e-fold.
+        temperature: The advantage, in standard deviations of a step's rewards, that changes a choice's odds e-fold; also how large
+            advantages are expected to be.
         caution: How many standard errors an advantage must have to count.
         memory: How many examples the evidence covers.
     """
 
-    def __init__(self, temperature: float = 0.03, caution: float = 4.0, memory: float = 4000.0) -> None:
+    def __init__(self, temperature: float = 0.05, caution: float = 1.5, memory: float = 4000.0) -> None:
         super().__init__()
         given = {"temperature": temperature, "caution": caution, "memory": memory}
         for name, value in given.items():
@@ -139,7 +141,7 @@ class Anchored(Update):
         return True
 
     def _move(self) -> None:
-        effect = self._evidence.certain(self.caution, self._groups)
+        effect = self._evidence.certain(self.caution, self.temperature, self._groups)
         if not self.reference.tells_better:
             effect = torch.zeros_like(effect)
         shift = (effect / self.temperature).clamp(LOWEST, HIGHEST)

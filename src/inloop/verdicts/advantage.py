@@ -57,9 +57,16 @@ class Advantages(SourceSums):
         variance_K = (n2d2_K - 2 * mean_K * n2d_K + mean_K**2 * n2_K).clamp_min(0) / n_K**2 * steps_K / (steps_K - 1)
         return mean_K, variance_K.sqrt(), steps_K
 
-    def interval(self, level: float) -> tuple[Tensor, Tensor]:
-        """The ends of the interval of each source, [K] each; nan with too few steps."""
+    def interval(self, level: float, distinct_K: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The ends of the interval of each source, [K] each; nan with too few steps.
+
+        Args:
+            distinct_K: How many different examples of each source were seen. If an example has the same reward each time, the mean of m examples
+                has a variance of 1 / m that more steps do not reduce; it is added to the error's. None: rewards do not persist.
+        """
         mean_K, error_K, steps_K = self.estimate()
+        if distinct_K is not None:
+            error_K = (error_K.square() + 1 / distinct_K).sqrt()
         errors_K = torch.tensor([width(float(n), (1 - level) / len(mean_K)) for n in steps_K], dtype=torch.float64)
         return mean_K - errors_K * error_K, mean_K + errors_K * error_K
 

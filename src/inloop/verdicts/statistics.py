@@ -29,13 +29,20 @@ class SourceStatistics:
         sources: The number of sources, or a mixture, which has their names, sizes and labels.
         level: The probability that no source is ever flagged by chance in a run, if all are equal.
         least_effect: The smallest advantage, in standard deviations of a step's rewards, that counts.
+        rewards_persist: Whether an example has about the same reward each time it is drawn, as with a trail.
     """
 
-    def __init__(self, sources: object, level: float = 0.95, least_effect: float = Reference.least_effect) -> None:
+    def __init__(
+        self,
+        sources: object,
+        level: float = 0.95,
+        least_effect: float = Reference.least_effect,
+        rewards_persist: bool = Reference.rewards_persist,
+    ) -> None:
         if not 0 < level < 1:
             raise UsageError(f"level={level}: allowed are numbers between 0 and 1.")
         self.sources = SourceInfo.of(sources)
-        self.level, self.least_effect = level, least_effect
+        self.level, self.least_effect, self.rewards_persist = level, least_effect, rewards_persist
         num_sources = len(self.sources)
         self.drawn_K = torch.zeros(num_sources, dtype=torch.float64)
         self.shares_K = torch.full((num_sources,), torch.nan, dtype=torch.float64)
@@ -81,7 +88,8 @@ class SourceStatistics:
     def verdicts(self) -> list[SourceVerdict]:
         """A verdict for each source."""
         mean_K, *_ = self.advantages.estimate()
-        low_K, high_K = self.advantages.interval(self.level)
+        distinct_K = torch.fmin(self.drawn_K, self._sizes_K) if self.rewards_persist else None
+        low_K, high_K = self.advantages.interval(self.level, distinct_K)
         evidence, epochs_K = self._loss_evidence(), self.epochs_K
         known_K = epochs_K.isfinite()  # sources of known size
         sizes_K = self._sizes_K[known_K]
@@ -109,28 +117,27 @@ class SourceStatistics:
         if bool(recent_K.isnan().all()):
             return [None] * len(self.sources)
         constant_K, _ = constant_losses(self.sources.label_counts())
-        # The others learn if most of them do: a few may be bad, too.
-        learns_K = is_below(recent_K, error_K, constant_K).double()
-        others_K = (learns_K.sum() - learns_K) / max(1, len(learns_K) - 1)
-        values = zip(*(v.tolist() for v in (first_K, recent_K, error_K, constant_K, others_K)), strict=True)
-        return [
-            LossEvidence(first, recent, error, constant, most >= 0.5) for first, recent, error, constant, most in values
-        ]
+        others_learn_K = most_others(is_below(recent_K, error_K, constant_K))
+        columns = (first_K, recent_K, error_K, constant_K, others_learn_K, self._worse_than())
+        return [LossEvidence(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 
     def not_learning(self) -> Tensor:
-        """The sources that do not learn while most others do, [K]: a certain wrong, whatever the rewards say.
+        """The sources that certainly do not learn while most others do, [K]. All processes come here together, and the majority decides."""
+        return gather_numbers(*(~self._worse_than().isnan()).tolist()).mean(dim=0) > 0.5
+
+    def _worse_than(self) -> Tensor:
+        """The loss of a constant prediction, for sources that certainly do not learn while most others do, by the losses of this process; else nan. [K].
 
         The recent loss of such a source is certainly above the larger of two constant predictions, from its own label frequencies and from those
-        of all sources, and most sources are far below theirs: in the first steps of a run the losses of good sources may rise, too. All processes
-        come here together, and the majority decides.
+        of all sources, and most other sources are far below theirs: in the first steps of a run the losses of good sources may rise, too.
         """
         recent_K, error_K = self.losses.recent_K, self.losses.error_K
         if bool(recent_K.isnan().all()):  # without losses, do not read the labels
-            return torch.zeros(len(self.sources), dtype=torch.bool)
+            return torch.full_like(recent_K, torch.nan)
         constant_K = torch.maximum(*constant_losses(self.sources.label_counts()))
-        most_learn = float(is_below(recent_K, error_K, FAR_BELOW * constant_K).double().mean()) > 0.5
+        others_learn_K = most_others(is_below(recent_K, error_K, FAR_BELOW * constant_K))
         above_K = is_below(-recent_K, error_K, -constant_K) & (self.losses.number_K >= FIRST)
-        return gather_numbers(*(above_K & most_learn).tolist()).mean(dim=0) > 0.5
+        return torch.where(above_K & others_learn_K, constant_K, torch.nan)
 
     def flagged(self) -> list[int]:
         """The sources that are flagged."""
@@ -154,12 +161,21 @@ class SourceStatistics:
         self.shares_K = state["shares"].clone()
 
 
-def statistics_for(policy: Policy, least_effect: float) -> SourceStatistics | None:
+def most_others(holds_K: Tensor) -> Tensor:
+    """Whether something holds for more than half of the other sources, [K]: a few of them may be bad, too."""
+    return 2 * (holds_K.sum() - holds_K.long()) > len(holds_K) - 1
+
+
+def statistics_for(policy: Policy, reference: Reference) -> SourceStatistics | None:
     """Statistics of a policy's sources: its own choices or, of a product, those of its factor "source"; None if it has no such choice."""
     factor = source_policy(policy)
     if not isinstance(factor, Discrete) or factor.given is not None:
         return None
-    return SourceStatistics(getattr(factor, "sources", factor.num_choices), least_effect=least_effect)
+    return SourceStatistics(
+        getattr(factor, "sources", factor.num_choices),
+        least_effect=reference.least_effect,
+        rewards_persist=reference.rewards_persist,
+    )
 
 
 def table(verdicts: Sequence[SourceVerdict], level: float) -> str:

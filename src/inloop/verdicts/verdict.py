@@ -4,6 +4,7 @@ flagged      the source pulls against the others: its whole interval lies below 
              If losses are known, this is refined:
   bad        its loss does not fall below that of a constant prediction from its own label frequencies, while the others' does;
   different  it learns: different from the others, or partly wrong. Look at it; keep it with a floor if you need it.
+bad          also without a flag, if its loss is certainly above that of every constant prediction while most others are far below theirs.
 seen too often   its examples were seen more than ``MOST_EPOCHS`` times each, and that often compared with the examples of all sources.
 undecided    the interval contains ``-least_effect``, or there is none yet.
 ok           none of these.
@@ -30,7 +31,9 @@ class LossEvidence:
         first, recent: The mean loss of the source's first examples, and of its recent ones.
         error: The standard error of the recent loss.
         constant: The loss of a constant prediction from the frequencies of the source's labels; nan if they are not known.
-        others_learn: Whether the recent loss of the other sources is below that of their constant predictions.
+        others_learn: Whether the recent loss of most other sources is below that of their constant predictions.
+        worse_than: The loss of the worse of two constant predictions, from its own label frequencies and from those of all sources, if the
+            recent loss is certainly above it while most others are far below; else nan.
     """
 
     first: float
@@ -38,6 +41,7 @@ class LossEvidence:
     error: float
     constant: float
     others_learn: bool
+    worse_than: float = math.nan
 
     @property
     def learns(self) -> bool | None:
@@ -77,7 +81,7 @@ class SourceVerdict:
 
     @property
     def flagged(self) -> bool:
-        """Whether it pulls against the others, for whatever reason."""
+        """Whether it pulls against the others or does not learn, for whatever reason."""
         return self.word in ("flagged", "bad", "different or partly wrong")
 
     @property
@@ -87,7 +91,8 @@ class SourceVerdict:
             return "pulls against the others; look at it"
         if self.word == "bad":
             assert self.losses is not None
-            return f"pulls against the others and does not learn (a constant prediction has {self.losses.constant:.2f})"
+            constant = self.losses.constant if math.isnan(self.losses.worse_than) else self.losses.worse_than
+            return f"does not learn, and most others do (a constant prediction has a loss of {constant:.2f})"
         if self.word == "different or partly wrong":
             return "pulls against the others, but learns: look at it; keep it with a floor if you need it"
         if self.word == "seen too often":
@@ -112,6 +117,8 @@ def word_for(
     Args:
         overall: The effective epochs of all sources together.
     """
+    if losses is not None and not math.isnan(losses.worse_than):
+        return "bad"
     if high < -least_effect:
         learns = None if losses is None else losses.learns
         return "flagged" if learns is None else "different or partly wrong" if learns else "bad"
