@@ -10,71 +10,105 @@ from problems import SETTINGS, Examples, Problem, losses_of
 from torch import Tensor, nn
 
 import inloop
-from inloop.policies import Shares
-from inloop.policies.policy import summarise_by_choice
-from inloop.references import Trail
-from inloop.updates import Anchored, Reinforce
+from inloop.optimizers import StepDerivative
+from inloop.updates import Reinforce
 from inloop_lab.data.images import to_input
 
 LOOK_EVERY = 100  # steps between two looks at the verdicts
+LETTERS = {
+    "ok": ".",
+    "undecided": "?",
+    "flagged": "f",
+    "bad": "b",
+    "different or partly wrong": "d",
+    "seen too often": "s",
+}
+MOST_WEIGHT = 5.0  # of an example of a seldom drawn source, for a judge with fixed shares
+
+
+@dataclass
+class Batch:
+    """The batch in training, for judges that look at it again."""
+
+    x: Tensor
+    y: Tensor
+    source: Tensor
+
+
+@dataclass(frozen=True)
+class Run:
+    """What an arm's judge may look at."""
+
+    problem: Problem
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    policy: inloop.Policy
+    generator: torch.Generator
+    batch: list[Batch]  # the last one is in training
+
+
+def held_out(run: Run) -> Callable[[], Tensor]:
+    """The loss on as many held-out examples as a batch has, drawn anew each time."""
+    judges, each = run.problem.judges, max(1, run.problem.batch // len(run.problem.judges))
+
+    def loss() -> Tensor:
+        rows = [torch.randint(len(x), (each,), generator=run.generator) for x, _ in judges]
+        parts = [(x[r], y[r]) for (x, y), r in zip(judges, rows, strict=True)]
+        return losses_of(run.model, torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])).mean()
+
+    return loss
+
+
+def fixed_shares(run: Run) -> Callable[[], Tensor]:
+    """The loss on the next batch as if its sources had been drawn alike, however the policy draws them."""
+
+    def loss() -> Tensor:
+        batch, p_K = run.batch[-1], run.policy.probabilities()
+        weights_K = (1 / len(p_K) / p_K).clamp_max(MOST_WEIGHT)
+        weights_N = weights_K[batch.source]
+        return (weights_N * losses_of(run.model, batch.x, batch.y)).sum() / weights_N.sum()
+
+    return loss
 
 
 @dataclass(frozen=True)
 class Arm:
-    """How a policy learns.
+    """How a policy learns: the options of a learner, and whether it gets the losses and knows the sources' labels."""
 
-    Attributes:
-        make_reference: None for held-out data.
-        knows_optimizer: Whether rewards are true for the optimizer.
-        knows_labels: Whether the policy has the mixture, and the learner the losses.
-    """
-
-    make_update: Callable[[], Any]
-    make_reference: Callable[[], Any] | None = None
+    make_options: Callable[[Run], dict[str, Any]] = lambda run: {}
     knows_optimizer: bool = True
-    knows_labels: bool = False
-    form: str = "bounded"
+    knows_losses: bool = True
 
 
 def oracle(times: float) -> str:
     return f"oracle {times:g}"
 
 
-def soft() -> Anchored:
-    """Moves on weak evidence: the next step's rewards have no more."""
-    return Anchored(temperature=0.05, caution=1.5)
-
-
 ORACLES = (0.0, 0.25, 0.5, 1.0)
 ARMS: dict[str, Arm] = {
-    "paper": Arm(Reinforce, lambda: "next", knows_optimizer=False, form="inverted"),  # inloop.paper_settings()
-    "held-out": Arm(soft, None),
-    "next": Arm(soft, lambda: "next"),
-    "next, reinforce": Arm(Reinforce, lambda: "next"),
-    "next and losses": Arm(soft, lambda: "next", knows_labels=True),
-    "trail and losses": Arm(Anchored, lambda: Trail(0.999), knows_labels=True),
+    "paper": Arm(lambda run: inloop.paper_settings(), knows_optimizer=False, knows_losses=False),
+    "held-out": Arm(lambda run: {"reference": held_out(run)}, knows_losses=False),
+    "default": Arm(),
+    "trail": Arm(lambda run: {"reference": "trail"}),
 }
-
-
-def draw_judge(problem: Problem, model: nn.Module, generator: torch.Generator) -> Callable[[], Tensor]:
-    """The loss on as many held-out examples as a batch has, drawn anew each time."""
-    each = max(1, problem.batch // len(problem.judges))
-
-    def loss() -> Tensor:
-        rows = [torch.randint(len(x), (each,), generator=generator) for x, _ in problem.judges]
-        parts = [(x[r], y[r]) for (x, y), r in zip(problem.judges, rows, strict=True)]
-        return losses_of(model, torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])).mean()
-
-    return loss
+CANDIDATES: dict[str, Arm] = {
+    "next without losses": Arm(knows_losses=False),
+    "next, reinforce": Arm(lambda run: {"update": Reinforce()}, knows_losses=False),
+    "moving second moment": Arm(lambda run: {"optimizer": StepDerivative(run.model, run.optimizer, "moving")}),
+    "next, fixed shares": Arm(lambda run: {"reference": fixed_shares(run)}, knows_losses=False),
+}
+ALL_ARMS = ARMS | CANDIDATES
 
 
 def make_policy(problem: Problem, arm: str, mixture: inloop.Mixture) -> inloop.Policy:
-    if arm == "uniform":
-        return Shares.uniform(len(problem.sources))
+    """Equal shares draw as a learner does that never moves, so that the two are paired."""
+    if arm == "paper":
+        return inloop.paper_policy(len(problem.sources))
     if arm.startswith("oracle"):
         times = float(arm.split()[1])
-        return Shares([times if k in problem.wrong else 1.0 for k in range(len(problem.sources))])
-    return inloop.MixturePolicy(mixture if ARMS[arm].knows_labels else len(problem.sources), form=ARMS[arm].form)
+        prior = [times if k in problem.wrong else 1.0 for k in range(len(problem.sources))]
+        return inloop.MixturePolicy(mixture, prior=prior)
+    return inloop.MixturePolicy(mixture)
 
 
 def evaluate(model: nn.Module, examples: Examples) -> tuple[float, float]:
@@ -88,14 +122,6 @@ def evaluate(model: nn.Module, examples: Examples) -> tuple[float, float]:
             right += int((scores.argmax(dim=-1) == y).sum())
             count += y.numel()
     return losses / len(examples[0]), right / count
-
-
-def follow(loss_K: Tensor, source_N: Tensor, losses_N: Tensor) -> None:
-    """Move the running mean of each source's loss."""
-    seen = summarise_by_choice(source_N, len(loss_K), losses_N)
-    kept_K = torch.exp(-seen.count_K / 500)
-    moved_K = kept_K * loss_K + (1 - kept_K) * seen.mean_K
-    loss_K.copy_(torch.where(seen.count_K == 0, loss_K, torch.where(loss_K.isnan(), seen.mean_K, moved_K)))
 
 
 def inputs(x: Tensor) -> Tensor:
@@ -112,42 +138,32 @@ def run(setting: str, arm: str, seed: int, final: bool) -> dict[str, Any]:
     mixture = inloop.Mixture(list(problem.sources), generator=torch.Generator().manual_seed(seed + 1000))
     policy = make_policy(problem, arm, mixture)
     generator = torch.Generator().manual_seed(seed + 2000)
+    batches: list[Batch] = []
     learner = None
-    if arm in ARMS:
-        chosen = ARMS[arm]
-        reference = (
-            draw_judge(problem, model, torch.Generator().manual_seed(seed + 3000))
-            if chosen.make_reference is None
-            else chosen.make_reference()
-        )
-        learner = inloop.InLoop(
-            model,
-            policy,
-            optimizer=optimizer if chosen.knows_optimizer else None,
-            reference=reference,
-            update=chosen.make_update(),
-            generator=generator,
-        )
-    looks = []
-    loss_K = torch.full(
-        (len(problem.sources),), torch.nan, dtype=torch.float64
-    )  # of the last 500 examples of each source, about
+    if arm in ALL_ARMS:
+        chosen = ALL_ARMS[arm]
+        view = Run(problem, model, optimizer, policy, torch.Generator().manual_seed(seed + 3000), batches)
+        options = {"optimizer": optimizer} if chosen.knows_optimizer else {}
+        learner = inloop.InLoop(model, policy, generator=generator, **(options | chosen.make_options(view)))
+    words: list[str] = []
     shares = torch.zeros(len(problem.sources), dtype=torch.float64)
     for step in range(1, problem.steps + 1):
         actions = policy.sample(problem.batch, generator) if learner is None else learner.sample(problem.batch)
         x, y = mixture.draw(actions)
+        batches[:] = [Batch(x, y, actions)]
         losses = losses_of(model, x, y)
         loss = losses.mean()
         loss.backward()
-        follow(loss_K, actions, losses.detach())
         if learner is not None:
-            learner.step(loss, losses=losses.detach())
+            learner.step(loss, losses=losses.detach() if chosen.knows_losses else None)
         optimizer.step()
         optimizer.zero_grad()
         shares += policy.probabilities().double() / problem.steps
         if learner is not None and step % LOOK_EVERY == 0:
-            looks.append([*learner.statistics.advantages.estimate()[:2], loss_K.clone(), policy.probabilities()])
+            words.append("".join(LETTERS[verdict.word] for verdict in learner.statistics.verdicts()))
+    evidence = None
     if learner is not None:
+        evidence = [[round(v, 4) for v in values.tolist()] for values in learner.statistics.advantages.estimate()[:2]]
         learner.close()
     scores = {name: evaluate(model, examples) for name, examples in problem.tests.items()}
     losses, accuracies = zip(*scores.values(), strict=True)
@@ -155,10 +171,12 @@ def run(setting: str, arm: str, seed: int, final: bool) -> dict[str, Any]:
         "setting": setting,
         "arm": arm,
         "seed": seed,
+        "wrong": list(problem.wrong),
         "score": sum(losses) / len(losses) if problem.is_text else sum(accuracies) / len(accuracies),
         "scores": {name: loss if problem.is_text else accuracy for name, (loss, accuracy) in scores.items()},
         "shares": [round(p, 4) for p in policy.probabilities().tolist()],
         "mean_shares": [round(p, 4) for p in shares.tolist()],
-        "looks": [[[round(v, 4) for v in values.tolist()] for values in look] for look in looks],
+        "words": words,  # at each look a letter for each source
+        "evidence": evidence,  # advantages and their standard errors at the end
         "seconds": round(time.perf_counter() - began, 1),
     }

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import inloop.datasets
 from inloop_lab.data.images import ImageData, to_input
 from inloop_lab.data.named import load_data
 from inloop_lab.networks.small import make_network
@@ -102,6 +103,7 @@ class Training:
 PAPER = {name: Training(paper_network(name), papers_sgd, 1000, 500) for name in ("fc-bn", "fc", "cnn-bn")}
 GROUP_NORM = Training(conv_gn, adamw, 128, 600)
 BATCH_NORM = Training(conv_bn, adamw, 128, 600)
+DIGITS = Training(lambda: nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)), adamw, 128, 600)
 TEXT = Training(gpt, lambda model: adamw(model, 2e-3), 72, 600)
 
 # ---------------------------------------------------------------- images
@@ -278,6 +280,21 @@ def five_named(seed: int, final: bool) -> Problem:
     return image_problem(GROUP_NORM, parts, final, wrong=(1,), views=(same, blurred), names=names)
 
 
+def equal_digits(batch: int) -> Callable[[int, bool], Problem]:
+    """Ten equal splits of the embedded digits, for counting false alarms over many short runs."""
+
+    def make(seed: int, final: bool) -> Problem:
+        x, y = inloop.datasets.digits()
+        x = x.flatten(1)
+        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
+        sources = [(x[rows], y[rows]) for rows in order[:1500].chunk(K)]
+        rest = x[order[1500:]], y[order[1500:]]
+        names = [f"split {k}" for k in range(K)]
+        return Problem(names, sources, [rest], {"test": rest}, DIGITS.make_model, adamw, DIGITS.steps, batch)
+
+    return make
+
+
 # ---------------------------------------------------------------- text
 
 LENGTH = 64
@@ -337,6 +354,7 @@ SETTINGS: dict[str, Callable[[int, bool], Problem]] = {
     "i equal, batch 32": equal(GROUP_NORM, 32),
     "i equal, batch 128": equal(GROUP_NORM, 128),
     "i equal, batch 1000": equal(PAPER["fc-bn"], 1000),
+    **{f"i digits, batch {batch}": equal_digits(batch) for batch in (8, 32, 128, 1000)},
     "j duplicates": duplicates,
     "k text and garbage": text(with_garbage=True),
     "l text": text(with_garbage=False),
@@ -346,9 +364,13 @@ SCREENED = (
     "a fc-bn",
     "b group norm",
     "c three of ten",
+    "d human, three",
+    "e two sources, 30%",
     "e two sources, 60%",
+    "f noise images",
     "h turned",
     "h one class each",
     "i equal, batch 128",
     "k text and garbage",
+    "m five named",
 )
