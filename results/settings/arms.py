@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from problems import SETTINGS, Examples, Problem, losses_of
+from problems import SETTINGS, Examples, Problem, inputs, losses_from, losses_of
 from torch import Tensor, nn
 
 import inloop
 from inloop.optimizers import StepDerivative
-from inloop.updates import Reinforce
-from inloop_lab.data.images import to_input
+from inloop.updates import Anchored, Reinforce
 
 LOOK_EVERY = 100  # steps between two looks at the verdicts
 LETTERS = {
@@ -73,11 +72,11 @@ def fixed_shares(run: Run) -> Callable[[], Tensor]:
 
 @dataclass(frozen=True)
 class Arm:
-    """How a policy learns: the options of a learner, and whether it gets the losses and knows the sources' labels."""
+    """How a policy learns: the options of a learner, and whether it is told the logits and labels of the examples."""
 
     make_options: Callable[[Run], dict[str, Any]] = lambda run: {}
     knows_optimizer: bool = True
-    knows_losses: bool = True
+    knows_labels: bool = True
 
 
 def oracle(times: float) -> str:
@@ -86,16 +85,18 @@ def oracle(times: float) -> str:
 
 ORACLES = (0.0, 0.25, 0.5, 1.0)
 ARMS: dict[str, Arm] = {
-    "paper": Arm(lambda run: inloop.paper_settings(), knows_optimizer=False, knows_losses=False),
-    "held-out": Arm(lambda run: {"reference": held_out(run)}, knows_losses=False),
+    "paper": Arm(lambda run: inloop.paper_settings(), knows_optimizer=False, knows_labels=False),
+    "held-out": Arm(lambda run: {"reference": held_out(run)}, knows_labels=False),
     "default": Arm(),
     "trail": Arm(lambda run: {"reference": "trail"}),
 }
 CANDIDATES: dict[str, Arm] = {
-    "next without losses": Arm(knows_losses=False),
-    "next, reinforce": Arm(lambda run: {"update": Reinforce()}, knows_losses=False),
+    "caution 3": Arm(lambda run: {"update": Anchored(caution=3.0)}),
+    "rewards do not move": Arm(lambda run: {"update": Anchored(caution=1e6)}),  # only losses and labels do
+    "told nothing": Arm(knows_labels=False),
+    "next, reinforce": Arm(lambda run: {"update": Reinforce()}, knows_labels=False),
     "moving second moment": Arm(lambda run: {"optimizer": StepDerivative(run.model, run.optimizer, "moving")}),
-    "next, fixed shares": Arm(lambda run: {"reference": fixed_shares(run)}, knows_losses=False),
+    "next, fixed shares": Arm(lambda run: {"reference": fixed_shares(run)}, knows_labels=False),
 }
 ALL_ARMS = ARMS | CANDIDATES
 
@@ -124,10 +125,6 @@ def evaluate(model: nn.Module, examples: Examples) -> tuple[float, float]:
     return losses / len(examples[0]), right / count
 
 
-def inputs(x: Tensor) -> Tensor:
-    return to_input(x) if x.dtype == torch.uint8 else x
-
-
 def run(setting: str, arm: str, seed: int, final: bool) -> dict[str, Any]:
     """Train once and evaluate."""
     began = time.perf_counter()
@@ -151,11 +148,12 @@ def run(setting: str, arm: str, seed: int, final: bool) -> dict[str, Any]:
         actions = policy.sample(problem.batch, generator) if learner is None else learner.sample(problem.batch)
         x, y = mixture.draw(actions)
         batches[:] = [Batch(x, y, actions)]
-        losses = losses_of(model, x, y)
+        scores = model(inputs(x))
+        losses = losses_from(scores, y)
         loss = losses.mean()
         loss.backward()
         if learner is not None:
-            learner.step(loss, losses=losses.detach() if chosen.knows_losses else None)
+            learner.step(loss, **({"logits": scores, "labels": y} if chosen.knows_labels else {}))
         optimizer.step()
         optimizer.zero_grad()
         shares += policy.probabilities().double() / problem.steps

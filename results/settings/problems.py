@@ -49,9 +49,17 @@ class Problem:
 
 
 def losses_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """The loss of each example."""
+    return losses_from(model(inputs(x)), y)
+
+
+def inputs(x: Tensor) -> Tensor:
+    """Images as the network takes them; bytes as they are."""
+    return to_input(x) if x.dtype == torch.uint8 else x
+
+
+def losses_from(scores: Tensor, y: Tensor) -> Tensor:
     """The loss of each example: for text the mean over its bytes."""
-    x = to_input(x) if x.dtype == torch.uint8 else x
-    scores = model(x)
     if scores.dim() == 2:
         return F.cross_entropy(scores, y, reduction="none")
     return F.cross_entropy(scores.flatten(0, 1), y.flatten(), reduction="none").view(len(y), -1).mean(dim=1)

@@ -43,7 +43,7 @@ from inloop.rewards import Reward, as_reward
 from inloop.sampler import Sampler
 from inloop.step import Draw, Judge, Step
 from inloop.updates import NoUpdate, Update, as_update
-from inloop.verdicts import statistics_for
+from inloop.verdicts import ExampleEvidence, evidence_of, statistics_for
 
 log = logging.getLogger("inloop")
 
@@ -121,8 +121,7 @@ class InLoop:
             undo.callback(self.use_optimizer, None)
             self.reference.attach(model, self.reward)
             undo.callback(self.reference.detach)
-            not_learning = None if self.statistics is None else self.statistics.not_learning
-            self.update.attach(policy, self.reward, self.reference, not_learning)
+            self.update.attach(policy, self.reward, self.reference, self.statistics)
             undo.pop_all()
         if self.reward.needs_tape:
             warn_of_coupled_examples(model)
@@ -140,6 +139,8 @@ class InLoop:
         loss: Tensor | float,
         scaler: torch.amp.GradScaler | None = None,
         losses: Tensor | None = None,
+        logits: Tensor | None = None,
+        labels: Tensor | None = None,
     ) -> StepReport:
         """Reward the step before by this step's gradient. Call it after ``backward``, before clipping and the optimizer.
 
@@ -148,6 +149,9 @@ class InLoop:
             scaler: The scaler that multiplied the loss before ``backward``; rewards are those of the unscaled loss. If the scaler will skip
                 the step because a gradient is not finite, the learner drops it, too.
             losses: The loss of each example, [N]: for the verdicts on sources, and for the reward "loss".
+            logits: The model's scores of the classes, [N, C], or [N, T, C] for texts, and
+            labels: the right classes, [N] or [N, T]; those below 0 do not count. They tell more than the losses, which they contain: whether a
+                source's labels surprise the model.
 
         Raises:
             UsageError: Without actions, or without gradients.
@@ -159,7 +163,7 @@ class InLoop:
         scale = scale_of(scaler)
         draws = self._sampler.of_step()
         try:
-            report = self._step(as_number(loss), draws, scale, losses)
+            report = self._step(as_number(loss), draws, scale, evidence_of(losses, logits, labels))
         except VerificationError as error:
             self.close()
             raise VerificationError(f"{error} The learner has been closed.") from None
@@ -172,11 +176,12 @@ class InLoop:
             call(report)
         return report
 
-    def _step(self, loss: float, draws: list[Draw], scale: float, losses_N: Tensor | None) -> StepReport:
+    def _step(self, loss: float, draws: list[Draw], scale: float, evidence: ExampleEvidence) -> StepReport:
         if self._judging.derivative is not None and self._recorder.optimizer_stepped:
             refuse_late_step()
         shared = self._sampler.shared(draws) if is_distributed() else ()
-        finished = self._recorder.finish(draws, loss, scale, losses_N, self.reference, (self.num_steps, shared))
+        position = self.num_steps, shared
+        finished = self._recorder.finish(draws, loss, scale, evidence.losses_N, self.reference, position)
         self.num_steps += 1
         lag = max([self.update.version - draw.version for draw in draws])
         if finished.problem is not None:
@@ -184,7 +189,7 @@ class InLoop:
             finished.step.release()
             return self._reporter.report(self.num_steps, lag, dropped=finished.problem)
         if self.statistics is not None:
-            self.statistics.count(draws, losses_N)
+            self.statistics.count(draws, evidence)
         step, judge, dropped = self._judging.match(finished.step, finished.judge)  # step t-1, g_t = ∇L_t(θ_t)
         results: dict[str, Any] = {"dropped": dropped}
         if step is not None and not step.is_empty:

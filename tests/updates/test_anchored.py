@@ -1,6 +1,7 @@
 """The anchored rule: it stays at its prior without evidence, leaves it on evidence, and comes back when the evidence does."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -149,13 +150,26 @@ def test_the_lowest_odds():
     assert odds == pytest.approx(torch.tensor(LOWEST).exp().item(), rel=0.05)
 
 
-def test_a_source_that_does_not_learn_is_dropped_whatever_its_rewards():
-    policy = MixturePolicy(3, form="bounded")
+class Known:
+    """Of three sources the first surprises the model, and the second does not learn."""
+
+    def surprising(self):
+        return torch.tensor([True, False, False])
+
+    def not_learning(self):
+        return torch.tensor([False, True, False])
+
+
+@pytest.mark.parametrize("reference", [Next(), Trail()])
+@pytest.mark.parametrize("rewards", ["random", "equal"])
+def test_what_is_known_of_sources_lowers_them_whatever_their_rewards(reference, rewards):
+    policy = MixturePolicy(3)
     rule = Anchored()
-    rule.attach(policy, GradientAlignment(), Next(), lambda: torch.tensor([False, True, False]))
+    rule.attach(policy, GradientAlignment(), reference, Known())
     generator = torch.Generator().manual_seed(0)
     for _ in range(EVERY):
         actions = policy.sample(64, generator)
-        rule.add([Draw(actions, (64,), copy.deepcopy(policy), 0)], torch.randn(64, generator=generator))
-    shares = policy.probabilities()
-    assert float(shares[1] / shares[0]) == pytest.approx(torch.tensor(LOWEST).exp().item())
+        rewards_N = torch.randn(64, generator=generator) if rewards == "random" else torch.ones(64)
+        rule.add([Draw(actions, (64,), copy.deepcopy(policy), 0)], rewards_N)
+    odds = policy.probabilities() / policy.probabilities()[2]
+    torch.testing.assert_close(odds, torch.tensor([1 / 4, math.exp(-3), 1.0]), rtol=1e-4, atol=0)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import inloop
 from inloop.mixture.labels import label_of
 from inloop.verdicts import LossEvidence, SourceStatistics
-from inloop.verdicts.losses import RECENT, SourceLosses, constant_losses
+from inloop.verdicts.losses import SourceLosses, constant_losses
 from inloop.verdicts.verdict import word_for
 from tests.training import make_net
 from tests.verdicts.test_advantage import statistics_of
@@ -151,15 +151,15 @@ def test_rewards_that_persist_are_no_more_certain_than_their_examples_are_many(p
 def test_recent_losses_are_a_mean_over_all_and_then_over_some():
     losses = SourceLosses(2)
     losses.add(torch.tensor([0, 0, 1]), torch.tensor([1.0, 3.0, 5.0]))
-    assert losses.recent_K.tolist() == [2.0, 5.0]
+    assert losses.mean_K.tolist() == [2.0, 5.0]
     losses.add(torch.tensor([0, 0]), torch.tensor([5.0, 7.0]))
-    assert losses.recent_K.tolist() == pytest.approx([4.0, 5.0])
+    assert losses.mean_K.tolist() == pytest.approx([4.0, 5.0])
     assert losses.first_K.tolist() == [4.0, 5.0]
-    for _ in range(20 * RECENT):
+    for _ in range(10_000):
         losses.add(torch.tensor([0]), torch.tensor([1.0]))
-    assert float(losses.recent_K[0]) == pytest.approx(1.0, abs=1e-3)
+    assert float(losses.mean_K[0]) == pytest.approx(1.0, abs=1e-3)
     losses.add(torch.tensor([0]), torch.tensor([math.nan]))
-    assert float(losses.recent_K[0]) == pytest.approx(1.0, abs=1e-3)
+    assert float(losses.mean_K[0]) == pytest.approx(1.0, abs=1e-3)
 
 
 def test_printed_it_has_a_row_for_each_source():

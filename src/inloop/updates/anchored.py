@@ -19,8 +19,9 @@ So a choice that is not certain to be better or worse stays at its prior, howeve
 keeps e^-3 of the prior's odds for a dropped choice, so that it is seen if it becomes good, and at most doubles a
 choice's odds. Beyond ``memory`` examples, new evidence replaces old. A choice that is seldom drawn forgets slowly.
 
-With the losses of the examples (``learner.step(loss, losses=)``) and their labels (``MixturePolicy(mixture)``), the rule also
-drops each source that certainly does not learn while most others do: the loss tells wrong from different, and earlier.
+If the learner is told more of the examples, the rule also acts on that, which tells wrong from different, and earlier than rewards do. It drops each
+source whose losses certainly show that it does not learn while most others do (``learner.step(loss, losses=)``). It keeps a quarter of the odds
+of a source whose labels certainly surprise the model (``logits=`` and ``labels=``): with some wrong labels it still teaches.
 
 Rewards of a trail do not move the policy (``Reference.tells_better``): they are low for hard examples, too, and a good source
 that is dropped for it is not learned any more, which lowers its rewards further. Only sources that do not learn are dropped then.
@@ -41,6 +42,7 @@ from inloop.updates.reinforce import normalise, trainable
 from inloop.updates.update import Update
 
 LOWEST, HIGHEST = -3.0, math.log(2)  # limits of φ - φ_0
+LOWEST_OF_SURPRISING = -math.log(4)
 LEAST_STEPS = 10  # a parameter with evidence of fewer stays
 _ROWS = 256  # examples whose scores are computed together: of a policy with many choices they take much memory
 EVERY = 10  # rewarded steps between two changes of the policy
@@ -120,7 +122,7 @@ class Anchored(Update):
                 f"Anchored compares the examples of a step, and {type(reward).__name__} is not made for that. Fix: use reward='gar', or "
                 "update=inloop.Reinforce()."
             )
-        self._groups, self._sources = alternatives_of(policy), places_of_sources(policy)
+        self._groups, self._places = alternatives_of(policy), places_of_sources(policy)
         self._prior = torch.cat([p.detach().flatten().double() for p in self._parameters])
         self._evidence = Evidence(len(self._prior), self.memory)
         self._num_steps = 0
@@ -129,11 +131,10 @@ class Anchored(Update):
     def add(self, draws: Sequence[Draw], rewards_N: Tensor) -> bool:
         rewards_N = rewards_N.detach().to("cpu", torch.float64)
         weights_N = normalise(rewards_N)
-        if not bool(weights_N.any()):
-            return False
-        parts = zip(draws, weights_N.split([sum(draw.rewarded_counts) for draw in draws]), strict=True)
-        sums_2J = torch.stack([_sums(draw, weights_n) for draw, weights_n in parts]).sum(dim=0)
-        self._evidence.add(*sums_2J)
+        if bool(weights_N.any()):  # equal rewards are no evidence
+            parts = zip(draws, weights_N.split([sum(draw.rewarded_counts) for draw in draws]), strict=True)
+            sums_2J = torch.stack([_sums(draw, weights_n) for draw, weights_n in parts]).sum(dim=0)
+            self._evidence.add(*sums_2J)
         self._num_steps += 1
         if self._num_steps % EVERY:
             return False
@@ -145,8 +146,10 @@ class Anchored(Update):
         if not self.reference.tells_better:
             effect = torch.zeros_like(effect)
         shift = (effect / self.temperature).clamp(LOWEST, HIGHEST)
-        if self.not_learning is not None and self._sources is not None:
-            shift[self._sources[self.not_learning()]] = LOWEST
+        if self.sources is not None and self._places is not None:
+            surprising = self._places[self.sources.surprising()]
+            shift[surprising] = shift[surprising].clamp_max(LOWEST_OF_SURPRISING)
+            shift[self._places[self.sources.not_learning()]] = LOWEST
         values = self._prior + shift
         start = 0
         for parameter in self._parameters:

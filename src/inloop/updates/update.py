@@ -1,8 +1,8 @@
 """How a policy learns from rewards: the protocol of all update rules."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -13,19 +13,29 @@ from inloop.rewards import Reward
 from inloop.step import Draw
 
 
+class KnownSources(Protocol):
+    """What a rule may ask about the sources, [K] each. All processes ask together."""
+
+    def not_learning(self) -> Tensor:
+        """Which sources certainly do not learn while most others do."""
+
+    def surprising(self) -> Tensor:
+        """Which sources have labels that certainly surprise the model."""
+
+
 class Update(ABC):
     """Moves a policy. One object serves one learner, which attaches it.
 
     Attributes:
         policy: The policy that it moves.
         reference: What judges the examples.
-        not_learning: Returns which sources certainly do not learn while most others do, [K]; None if the policy has no sources.
+        sources: What is known of the sources; None if the policy has none.
         version: How often the policy was changed.
     """
 
     policy: Policy
     reference: Reference
-    not_learning: Callable[[], Tensor] | None = None
+    sources: KnownSources | None = None
 
     def __init__(self) -> None:
         self.version = 0
@@ -36,7 +46,7 @@ class Update(ABC):
         policy: Policy,
         reward: Reward,
         reference: Reference | None = None,
-        not_learning: Callable[[], Tensor] | None = None,
+        sources: KnownSources | None = None,
     ) -> None:
         """A learner takes the rule, to move this policy by rewards that this reference judges."""
         if self._is_attached:
@@ -44,7 +54,7 @@ class Update(ABC):
                 f"This {type(self).__name__} belongs to another learner already. Fix: make one for each learner."
             )
         self.version, self.policy, self.reference = 0, policy, reference or Next()
-        self.not_learning = not_learning
+        self.sources = sources
         self.begin(policy, reward)
         self._is_attached = True
 

@@ -1,16 +1,16 @@
-"""How the loss of each source moves, from the losses of its examples. Axis K counts the sources."""
+"""Means over the recent examples of each source: how its loss moves. Axis K counts the sources."""
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inloop.policies.policy import summarise_by_choice
 from inloop.verdicts.sums import SourceSums
 
 FIRST = 100  # examples of a source whose mean loss is its first loss
-RECENT = 500  # examples, about, that its recent loss is the mean of
 
 
 def constant_losses(counts: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
@@ -31,28 +31,31 @@ def constant_losses(counts: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
     return own_K, -torch.special.xlogy(own_KC, pooled_C.expand_as(own_KC)).sum(dim=1)
 
 
-class SourceLosses(SourceSums):
-    """The first and the recent mean loss of each source; nan for a source without examples."""
+class RecentMeans(SourceSums):
+    """The mean of a value over the recent examples of each source; nan for a source without examples.
 
-    def __init__(self, num_sources: int) -> None:
-        # number of examples, sum of the first losses and their number; recent mean, and recent mean of squares
-        super().__init__(5, num_sources)
+    Args:
+        memory: How many examples of a source, about, the mean is over.
+    """
 
-    def add(self, source_N: Tensor, losses_N: Tensor) -> None:
-        """Add the examples of one step; a source with a loss that is not finite is left out of it."""
-        seen = summarise_by_choice(source_N, self._sums.shape[1], losses_N.detach().cpu())
-        squares = summarise_by_choice(source_N, self._sums.shape[1], losses_N.detach().cpu().double().square())
-        counts_K = torch.where(seen.mean_K.isfinite() & squares.mean_K.isfinite(), seen.count_K, 0).double()
-        mean_K, square_K = seen.mean_K.nan_to_num(0.0, 0.0, 0.0), squares.mean_K.nan_to_num(0.0, 0.0, 0.0)
-        number_K, first_K, firsts_K, recent_K, recent2_K = self._sums
-        early_K = torch.where(number_K < FIRST, counts_K, 0.0)
-        first_K += early_K * mean_K
-        firsts_K += early_K
-        number_K += counts_K
-        # A mean over all examples at first, then over about RECENT of them.
-        weight_K = torch.maximum(1 - torch.exp(-counts_K / RECENT), counts_K / number_K.clamp_min(1))
-        recent_K += weight_K * (mean_K - recent_K)
-        recent2_K += weight_K * (square_K - recent2_K)
+    def __init__(self, num_sources: int, memory: float) -> None:
+        # number of examples; recent mean, and recent mean of squares
+        super().__init__(3, num_sources)
+        self._memory = memory
+
+    def add(self, source_N: Tensor, values_N: Tensor) -> None:
+        """Add the examples of one step; those whose value is not finite are left out."""
+        known_N = values_N.isfinite()
+        source_N, values_N = source_N[known_N], values_N[known_N].double()
+        num_sources = self._sums.shape[1]
+        new_K = torch.bincount(source_N, minlength=num_sources).double()
+        number_K, mean_K, square_K = self._sums
+        number_K += new_K
+        # A mean over all examples at first, then over about ``memory`` of them.
+        weight_K = torch.maximum(1 - torch.exp(-new_K / self._memory), new_K / number_K.clamp_min(1))
+        for recent_K, power_N in ((mean_K, values_N), (square_K, values_N.square())):
+            sum_K = torch.bincount(source_N, power_N, minlength=num_sources)
+            recent_K += weight_K * (sum_K / new_K.clamp_min(1) - recent_K)
 
     @property
     def number_K(self) -> Tensor:
@@ -60,17 +63,37 @@ class SourceLosses(SourceSums):
         return self._sums[0]
 
     @property
-    def first_K(self) -> Tensor:
-        return self._sums[1] / self._sums[2]
-
-    @property
-    def recent_K(self) -> Tensor:
-        recent_K: Tensor = torch.where(self._sums[0] > 0, self._sums[3], torch.nan)
-        return recent_K
+    def mean_K(self) -> Tensor:
+        mean_K: Tensor = torch.where(self._sums[0] > 0, self._sums[1], torch.nan)
+        return mean_K
 
     @property
     def error_K(self) -> Tensor:
-        """The standard error of the recent loss, [K]."""
-        number_K, *_, recent_K, recent2_K = self._sums
-        error_K: Tensor = ((recent2_K - recent_K.square()).clamp_min(0) / number_K.clamp_max(RECENT)).sqrt()
+        """The standard error of the mean, [K]."""
+        number_K, mean_K, square_K = self._sums
+        error_K: Tensor = ((square_K - mean_K.square()).clamp_min(0) / number_K.clamp_max(self._memory)).sqrt()
         return error_K
+
+
+class SourceLosses(RecentMeans):
+    """The first and the recent mean loss of each source."""
+
+    def __init__(self, num_sources: int) -> None:
+        super().__init__(num_sources, memory=500)
+        self._first = RecentMeans(num_sources, memory=math.inf)
+
+    def add(self, source_N: Tensor, values_N: Tensor) -> None:
+        is_early_N = (self._first.number_K < FIRST)[source_N]
+        self._first.add(source_N[is_early_N], values_N[is_early_N])
+        super().add(source_N, values_N)
+
+    @property
+    def first_K(self) -> Tensor:
+        return self._first.mean_K
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"first": self._first.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._first.load_state_dict(state["first"])

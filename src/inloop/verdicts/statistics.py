@@ -14,10 +14,15 @@ from inloop.references import Reference
 from inloop.report import StepReport
 from inloop.step import Draw
 from inloop.verdicts.advantage import Advantages
-from inloop.verdicts.losses import FIRST, SourceLosses, constant_losses
+from inloop.verdicts.excess import ExampleEvidence
+from inloop.verdicts.labels import LabelMeans
+from inloop.verdicts.losses import FIRST, RecentMeans, SourceLosses, constant_losses
 from inloop.verdicts.verdict import LossEvidence, SourceVerdict, is_below, word_for
 
 FAR_BELOW = 0.85  # times the loss of a constant prediction
+EXCESS = 0.1  # nats; a mean excess of the loss above it, and
+EXCESS_OVER_OTHERS = 0.15  # nats above that of most other sources, is a sign of wrong labels
+CERTAIN = 3.0  # standard errors
 
 
 class SourceStatistics:
@@ -48,6 +53,9 @@ class SourceStatistics:
         self.shares_K = torch.full((num_sources,), torch.nan, dtype=torch.float64)
         self.advantages = Advantages(num_sources)
         self.losses = SourceLosses(num_sources)
+        self.excess = RecentMeans(num_sources, memory=1000)
+        self.compared_excess = RecentMeans(num_sources, memory=1000)
+        self.labels = LabelMeans(num_sources)
 
     def add(self, report: StepReport) -> None:
         """Add the rewards of one step."""
@@ -69,12 +77,19 @@ class SourceStatistics:
 
     __call__ = add
 
-    def count(self, draws: Sequence[Draw], losses_N: Tensor | None) -> None:
-        """Add the examples that a step was trained on: those of all processes, and the losses of this process's own."""
+    def count(self, draws: Sequence[Draw], evidence: ExampleEvidence) -> None:
+        """Add the examples that a step was trained on: those of all processes, and what is known of this process's own."""
         for draw in draws:
             self.drawn_K += torch.bincount(source_of(draw.everyone).cpu(), minlength=len(self.sources))
-        if losses_N is not None:
-            self.losses.add(torch.cat([source_of(draw.actions).cpu() for draw in draws]), losses_N)
+        source_N = torch.cat([source_of(draw.actions).cpu() for draw in draws])
+        if evidence.losses_N is not None:
+            self.losses.add(source_N, evidence.losses_N.cpu())
+        if evidence.excess_N is not None:
+            self.excess.add(source_N, evidence.excess_N)
+            compared_N = evidence.excess_N
+            if evidence.labels_N is not None:
+                compared_N = self.labels.compare(compared_N, evidence.labels_N, source_N)
+            self.compared_excess.add(source_N, compared_N)
 
     @property
     def epochs_K(self) -> Tensor:
@@ -113,17 +128,30 @@ class SourceStatistics:
         ]
 
     def _loss_evidence(self) -> Sequence[LossEvidence | None]:
-        first_K, recent_K, error_K = self.losses.first_K, self.losses.recent_K, self.losses.error_K
+        first_K, recent_K, error_K = self.losses.first_K, self.losses.mean_K, self.losses.error_K
         if bool(recent_K.isnan().all()):
             return [None] * len(self.sources)
         constant_K, _ = constant_losses(self.sources.label_counts())
         others_learn_K = most_others(is_below(recent_K, error_K, constant_K))
-        columns = (first_K, recent_K, error_K, constant_K, others_learn_K, self._worse_than())
+        columns = (first_K, recent_K, error_K, constant_K, others_learn_K, self._worse_than(), self._surprising())
         return [LossEvidence(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 
     def not_learning(self) -> Tensor:
         """The sources that certainly do not learn while most others do, [K]. All processes come here together, and the majority decides."""
-        return gather_numbers(*(~self._worse_than().isnan()).tolist()).mean(dim=0) > 0.5
+        return _majority(~self._worse_than().isnan())
+
+    def surprising(self) -> Tensor:
+        """The sources whose labels certainly surprise the model, more than it expects and more than most others' do, [K]; as above."""
+        return _majority(self._surprising())
+
+    def _surprising(self) -> Tensor:
+        excess, compared = self.excess, self.compared_excess
+        over_others_K = compared.mean_K - median_of_others(compared.mean_K)
+        return (
+            (excess.mean_K - CERTAIN * excess.error_K > EXCESS)
+            & (over_others_K - CERTAIN * compared.error_K > EXCESS_OVER_OTHERS)
+            & (excess.number_K >= FIRST)
+        )
 
     def _worse_than(self) -> Tensor:
         """The loss of a constant prediction, for sources that certainly do not learn while most others do, by the losses of this process; else nan. [K].
@@ -131,7 +159,7 @@ class SourceStatistics:
         The recent loss of such a source is certainly above the larger of two constant predictions, from its own label frequencies and from those
         of all sources, and most other sources are far below theirs: in the first steps of a run the losses of good sources may rise, too.
         """
-        recent_K, error_K = self.losses.recent_K, self.losses.error_K
+        recent_K, error_K = self.losses.mean_K, self.losses.error_K
         if bool(recent_K.isnan().all()):  # without losses, do not read the labels
             return torch.full_like(recent_K, torch.nan)
         constant_K = torch.maximum(*constant_losses(self.sources.label_counts()))
@@ -151,14 +179,33 @@ class SourceStatistics:
             "drawn": self.drawn_K.clone(),
             "shares": self.shares_K.clone(),
             "advantages": self.advantages.state_dict(),
-            "losses": self.losses.state_dict(),
+            **{name: part.state_dict() for name, part in self._of_examples().items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.advantages.load_state_dict(state["advantages"])
-        self.losses.load_state_dict(state["losses"])
+        for name, part in self._of_examples().items():
+            part.load_state_dict(state[name])
         self.drawn_K.copy_(state["drawn"])
         self.shares_K = state["shares"].clone()
+
+    def _of_examples(self) -> dict[str, Any]:
+        return {
+            "losses": self.losses,
+            "excess": self.excess,
+            "compared_excess": self.compared_excess,
+            "labels": self.labels,
+        }
+
+
+def _majority(found_K: Tensor) -> Tensor:
+    return gather_numbers(*found_K.tolist()).mean(dim=0) > 0.5
+
+
+def median_of_others(values_K: Tensor) -> Tensor:
+    """For each source the median over the others, [K]; nan if no other has a value."""
+    others_KK = values_K.expand(len(values_K), -1).masked_fill(torch.eye(len(values_K), dtype=torch.bool), torch.nan)
+    return others_KK.nanquantile(0.5, dim=1)
 
 
 def most_others(holds_K: Tensor) -> Tensor:

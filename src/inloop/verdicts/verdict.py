@@ -5,6 +5,8 @@ flagged      the source pulls against the others: its whole interval lies below 
   bad        its loss does not fall below that of a constant prediction from its own label frequencies, while the others' does;
   different  it learns: different from the others, or partly wrong. Look at it; keep it with a floor if you need it.
 bad          also without a flag, if its loss is certainly above that of every constant prediction while most others are far below theirs.
+different    also without a flag, if its labels surprise the model, more than it expects and more than most others' do (``excess.py``); bad, if its
+             loss is then certainly above that of the constant prediction.
 seen too often   its examples were seen more than ``MOST_EPOCHS`` times each, and that often compared with the examples of all sources.
 undecided    the interval contains ``-least_effect``, or there is none yet.
 ok           none of these.
@@ -34,6 +36,7 @@ class LossEvidence:
         others_learn: Whether the recent loss of most other sources is below that of their constant predictions.
         worse_than: The loss of the worse of two constant predictions, from its own label frequencies and from those of all sources, if the
             recent loss is certainly above it while most others are far below; else nan.
+        surprising: Whether its labels certainly surprise the model: the mean excess of its loss is high.
     """
 
     first: float
@@ -42,10 +45,11 @@ class LossEvidence:
     constant: float
     others_learn: bool
     worse_than: float = math.nan
+    surprising: bool = False
 
     @property
     def learns(self) -> bool | None:
-        """Whether the recent loss is below the constant prediction's; None if that cannot be said.
+        """Whether the recent loss is certainly below the constant prediction's; None if that cannot be said.
 
         A source with a single label has a constant prediction without loss, which nothing can be below.
         """
@@ -81,7 +85,7 @@ class SourceVerdict:
 
     @property
     def flagged(self) -> bool:
-        """Whether it pulls against the others or does not learn, for whatever reason."""
+        """Whether it pulls against the others, does not learn or surprises the model, for whatever reason."""
         return self.word in ("flagged", "bad", "different or partly wrong")
 
     @property
@@ -93,6 +97,8 @@ class SourceVerdict:
             assert self.losses is not None
             constant = self.losses.constant if math.isnan(self.losses.worse_than) else self.losses.worse_than
             return f"does not learn, and most others do (a constant prediction has a loss of {constant:.2f})"
+        if self.word == "different or partly wrong" and self.losses is not None and self.losses.surprising:
+            return "learns, but its labels often are not what the model expects: look at some of them"
         if self.word == "different or partly wrong":
             return "pulls against the others, but learns: look at it; keep it with a floor if you need it"
         if self.word == "seen too often":
@@ -119,6 +125,12 @@ def word_for(
     """
     if losses is not None and not math.isnan(losses.worse_than):
         return "bad"
+    if losses is not None and losses.surprising:
+        return (
+            "bad"
+            if losses.learns is False and losses.recent - 2 * losses.error > losses.constant
+            else "different or partly wrong"
+        )
     if high < -least_effect:
         learns = None if losses is None else losses.learns
         return "flagged" if learns is None else "different or partly wrong" if learns else "bad"
