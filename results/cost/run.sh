@@ -3,7 +3,7 @@
 # The peers are optional: pip install --no-deps higher torchopt opacus backpack-for-pytorch
 set -e
 cd "$(dirname "$0")/../.."
-ours=gar,gar-interleaved,gar-part,gar-half,gar-recompute
+ours=gar,gar-interleaved,gar-part,gar-trail,gar-half,gar-recompute
 bench() { inloop bench --out results/cost/bench.json "$@"; }
 bench --models mlp --repeats 10
 bench --models wrn-16-4 --modes $ours,metagradient,jvp --repeats 10
@@ -19,5 +19,6 @@ python -m benchmarks.half_error
 python -m benchmarks.checkpointing --repeats 4
 python -m benchmarks.plan
 python -m benchmarks.first_step
+python -m benchmarks.optimizer_cost
 # needs CIFAR-10 (INLOOP_DATA) and a folder with .txt files: python -m benchmarks.layer_subsets TEXT
 python results/cost/table.py

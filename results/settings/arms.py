@@ -88,12 +88,12 @@ ARMS: dict[str, Arm] = {
     "paper": Arm(lambda run: inloop.paper_settings(), knows_optimizer=False, knows_labels=False),
     "held-out": Arm(lambda run: {"reference": held_out(run)}, knows_labels=False),
     "default": Arm(),
-    "trail": Arm(lambda run: {"reference": "trail"}),
+    "told nothing": Arm(knows_labels=False),
 }
 CANDIDATES: dict[str, Arm] = {
     "caution 3": Arm(lambda run: {"update": Anchored(caution=3.0)}),
     "rewards do not move": Arm(lambda run: {"update": Anchored(caution=1e6)}),  # only losses and labels do
-    "told nothing": Arm(knows_labels=False),
+    "trail": Arm(lambda run: {"reference": "trail"}),
     "next, reinforce": Arm(lambda run: {"update": Reinforce()}, knows_labels=False),
     "moving second moment": Arm(lambda run: {"optimizer": StepDerivative(run.model, run.optimizer, "moving")}),
     "next, fixed shares": Arm(lambda run: {"reference": fixed_shares(run)}, knows_labels=False),

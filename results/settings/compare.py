@@ -114,23 +114,27 @@ class Runs:
         return statistics.median(firsts) if firsts else None
 
 
-def missed_marks(runs: Runs, mixer: str, finder: str) -> list[str]:
-    """The marks of the table that are not reached: the mixer's for scores, and those for verdicts by either of the two."""
+def missed_marks(runs: Runs, arm: str) -> list[str]:
+    """The marks of the table that an arm does not reach."""
     missed = []
-    gains = {setting: gain for setting in runs.settings if (gain := runs.gain(setting, mixer)) is not None}
-    differing = differing_after_holm(gains)
-    for setting, gain in gains.items():
-        least = -0.005 if is_text(setting) else -0.3
-        if gain.mean < least and setting in differing:
+    gains = {setting: gain for setting in runs.settings if (gain := runs.gain(setting, arm)) is not None}
+    worst = {
+        f"{setting}, worst": runs.gain_of_worst(setting, arm) for setting in gains if setting.startswith(("h", "l"))
+    }
+    compared = gains | {setting: gain for setting, gain in worst.items() if gain is not None}
+    differing = differing_after_holm(compared)
+    for setting, gain in compared.items():
+        if gain.mean < (-0.005 if is_text(setting) else -0.3) and setting in differing:
             missed.append(f"{setting}: worse than equal shares by {-gain.mean:.3g}")
-        share = runs.share_of_oracle(setting, mixer)
+    for setting in gains:
+        share = runs.share_of_oracle(setting, arm)
         if share is not None and share < 0.6:
             missed.append(f"{setting}: {share:.0%} of the oracle's gain")
         if has_verdict(setting):
-            flagged, number = max(runs.found(setting, arm, FLAGS) for arm in (mixer, finder))
+            flagged, number = runs.found(setting, arm, FLAGS)
             if flagged < 0.9 * number:
                 missed.append(f"{setting}: flagged in {flagged} of {number} runs")
-            bad, number = max(runs.found(setting, arm, "b") for arm in (mixer, finder))
+            bad, number = runs.found(setting, arm, "b")
             if not setting.startswith("d") and "60%" not in setting and bad < 0.9 * number:
                 missed.append(f"{setting}: called bad in {bad} of {number} runs")
     return missed

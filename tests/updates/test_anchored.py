@@ -10,7 +10,7 @@ import inloop
 from inloop import MixturePolicy
 from inloop.errors import UsageError
 from inloop.policies import Shares
-from inloop.references import Next, Trail
+from inloop.references import HeldOut, Next, Trail
 from inloop.rewards import GradientAlignment, NextStepLoss
 from inloop.step import Draw
 from inloop.updates import Anchored
@@ -45,19 +45,24 @@ def test_equal_sources_stay_near_their_prior(n):
 def test_any_number_of_bad_sources_is_dropped():
     shares = Game([-0.5, -0.5, -0.5, *[0.0] * 7]).play(200)
     assert float(shares[:3].sum()) < 0.03
-    assert float(shares[3:].min()) > 0.12
+    assert float(shares[3:].min()) > 0.11
 
 
 def test_no_source_wins_all():
+    shares = Game([2.0, *[0.0] * 9], reference=HeldOut(lambda: torch.zeros(()))).play(200)
+    assert 0.15 < float(shares[0]) < 0.2  # at most twice its odds
+
+
+def test_what_the_policy_draws_itself_raises_nothing():
     shares = Game([2.0, *[0.0] * 9]).play(200)
-    assert 0.1 < float(shares.max()) < 0.2  # at most twice its odds
+    assert float(shares[0]) < 0.11
 
 
 def test_a_dropped_source_that_becomes_good_comes_back():
     game = Game([-0.5, *[0.0] * 4])
     assert float(game.play(200)[0]) < 0.05
     game.shift_K = torch.tensor([0.5, 0.0, 0.0, 0.0, 0.0])
-    assert float(game.play(1500)[0]) > 0.2
+    assert float(game.play(1500)[0]) > 0.19
 
 
 def test_it_is_anchored_at_the_prior_of_the_policy():

@@ -76,9 +76,11 @@ def test_what_cannot_be_logits_and_labels_is_refused(logits, labels, error, says
 class Told:
     """Statistics of sources of six classes, told the logits and labels of many examples; ``add`` draws some for a source."""
 
-    def __init__(self, num_sources=4, seed=0):
+    def __init__(self, num_sources=4, seed=0, first_loss=5.0):
         self.generator = torch.Generator().manual_seed(seed)
         self.statistics = SourceStatistics(num_sources)
+        source = torch.arange(num_sources).repeat_interleave(100)
+        self.statistics.losses.add(source, torch.full(source.shape, first_loss))
 
     def add(self, rounds=20, n=60, sharpness=1.0, wrong=(), only=None, overconfident=(), hard=()):
         """``wrong``: source and share of labels that are wrong; ``only``: sources that have a single class each."""
@@ -95,6 +97,7 @@ class Told:
                 f = 3 * f if k in overconfident else f
                 found = evidence_of(None, f, y)
                 source = torch.full(y.shape, k)
+                self.statistics.losses.add(source, found.losses_N)
                 self.statistics.excess.add(source, found.excess_N)
                 compared = self.statistics.labels.compare(found.excess_N, y, source)
                 self.statistics.compared_excess.add(source, compared)
@@ -109,6 +112,11 @@ def test_partly_wrong_labels_surprise_and_hard_examples_do_not():
     told = Told().add(sharpness=3.0, wrong=[(1, 0.3)], hard=(2,))
     assert told.surprising == [False, True, False, False]
     assert told.statistics.excess.mean_K[2].abs() < 0.05
+
+
+def test_nothing_surprises_before_most_sources_have_learned_much():
+    told = Told(first_loss=0.5).add(sharpness=3.0, wrong=[(1, 0.3)])
+    assert told.surprising == [False] * 4
 
 
 def test_three_of_seven_sources_may_be_wrong():

@@ -16,8 +16,9 @@ make all others look bad. The last factor is that of a normal prior for a, with 
 errors are large, even the largest of many estimates moves its choice little.
 
 So a choice that is not certain to be better or worse stays at its prior, however long its estimate wanders. The clip
-keeps e^-3 of the prior's odds for a dropped choice, so that it is seen if it becomes good, and at most doubles a
-choice's odds. Beyond ``memory`` examples, new evidence replaces old. A choice that is seldom drawn forgets slowly.
+keeps e^-3 of the prior's odds for a dropped choice, so that it is seen if it becomes good. A judge that is not training data may double
+the odds of an alternative. Other judges may only lower it: the policy draws them, too, so what it draws more of would agree with itself the
+more, and examples that are seen again and again would look best. Beyond ``memory`` examples, new evidence replaces old. A choice that is seldom drawn forgets slowly.
 
 If the learner is told more of the examples, the rule also acts on that, which tells wrong from different, and earlier than rewards do. It drops each
 source whose losses certainly show that it does not learn while most others do (``learner.step(loss, losses=)``). It keeps a quarter of the odds
@@ -146,6 +147,9 @@ class Anchored(Update):
         if not self.reference.tells_better:
             effect = torch.zeros_like(effect)
         shift = (effect / self.temperature).clamp(LOWEST, HIGHEST)
+        if self.reference.is_training_data:
+            for rows_GK in self._groups:
+                shift[rows_GK] = shift[rows_GK].clamp_max(0)
         if self.sources is not None and self._places is not None:
             surprising = self._places[self.sources.surprising()]
             shift[surprising] = shift[surprising].clamp_max(LOWEST_OF_SURPRISING)

@@ -146,11 +146,14 @@ class SourceStatistics:
 
     def _surprising(self) -> Tensor:
         excess, compared = self.excess, self.compared_excess
+        if bool(excess.mean_K.isnan().all()):
+            return torch.zeros(len(self.sources), dtype=torch.bool)
         over_others_K = compared.mean_K - median_of_others(compared.mean_K)
         return (
             (excess.mean_K - CERTAIN * excess.error_K > EXCESS)
             & (over_others_K - CERTAIN * compared.error_K > EXCESS_OVER_OTHERS)
             & (excess.number_K >= FIRST)
+            & self._others_learned_much()
         )
 
     def _worse_than(self) -> Tensor:
@@ -162,10 +165,21 @@ class SourceStatistics:
         recent_K, error_K = self.losses.mean_K, self.losses.error_K
         if bool(recent_K.isnan().all()):  # without losses, do not read the labels
             return torch.full_like(recent_K, torch.nan)
-        constant_K = torch.maximum(*constant_losses(self.sources.label_counts()))
-        others_learn_K = most_others(is_below(recent_K, error_K, FAR_BELOW * constant_K))
+        constant_K = self._constant_losses()
         above_K = is_below(-recent_K, error_K, -constant_K) & (self.losses.number_K >= FIRST)
-        return torch.where(above_K & others_learn_K, constant_K, torch.nan)
+        return torch.where(above_K & self._others_learned_much(), constant_K, torch.nan)
+
+    def _constant_losses(self) -> Tensor:
+        return torch.maximum(*constant_losses(self.sources.label_counts()))
+
+    def _others_learned_much(self) -> Tensor:
+        """Whether the losses of most others are far below those of constant predictions or, where labels are not known, below their first losses, [K].
+
+        Before that, a source that is merely different may look wrong: the model has learned what is common to the others, and nothing else.
+        """
+        constant_K = self._constant_losses()
+        start_K = torch.where(constant_K.isnan(), self.losses.first_K, constant_K)
+        return most_others(self.losses.mean_K < FAR_BELOW * start_K)
 
     def flagged(self) -> list[int]:
         """The sources that are flagged."""

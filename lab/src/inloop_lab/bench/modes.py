@@ -60,6 +60,10 @@ def a_quarter(task: Task) -> Step:
     return gradient_alignment(task, part=0.25)
 
 
+def trail(task: Task) -> Step:
+    return gradient_alignment(task, reference="trail")
+
+
 def half(task: Task) -> Step:
     return gradient_alignment(task, record=Recording(retain="half"))
 
@@ -157,6 +161,7 @@ MODES: dict[str, Callable[[Task], Step]] = {
     "plain": plain,
     "gar": gradient_alignment,
     "gar-interleaved": interleaved,
+    "gar-trail": trail,
     "gar-half": half,
     "gar-recompute": recompute,
     "gar-part": a_quarter,
