@@ -73,7 +73,9 @@ def train(problem: Problem, arm: str, seed: int) -> dict:
         return loss_of(model, x, y)
 
     reference = held_out_loss if "held-out" in arm else "next"
-    learner = inloop.InLoop(model, policy, reference=reference, update=False if arm == "uniform" else None)
+    learner = inloop.InLoop(
+        model, policy, reference=reference, update=False if arm == "uniform" else inloop.Reinforce()
+    )
     for _ in range(problem.steps):
         x, y = mixture.draw(learner.sample(problem.batch))
         loss = loss_of(model, x, y)

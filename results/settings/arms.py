@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import inloop
 from inloop.optimizers import StepDerivative
-from inloop.updates import Anchored, Reinforce
+from inloop.updates import Reinforce
 
 LOOK_EVERY = 100  # steps between two looks at the verdicts
 LETTERS = {
@@ -91,11 +91,11 @@ ARMS: dict[str, Arm] = {
     "told nothing": Arm(knows_labels=False),
 }
 CANDIDATES: dict[str, Arm] = {
-    "caution 3": Arm(lambda run: {"update": Anchored(caution=3.0)}),
-    "rewards do not move": Arm(lambda run: {"update": Anchored(caution=1e6)}),  # only losses and labels do
     "trail": Arm(lambda run: {"reference": "trail"}),
     "next, reinforce": Arm(lambda run: {"update": Reinforce()}, knows_labels=False),
-    "moving second moment": Arm(lambda run: {"optimizer": StepDerivative(run.model, run.optimizer, "moving")}),
+    "moving second moment": Arm(
+        lambda run: {"optimizer": StepDerivative(run.model, run.optimizer, "moving")}, knows_labels=False
+    ),
     "next, fixed shares": Arm(lambda run: {"reference": fixed_shares(run)}, knows_labels=False),
 }
 ALL_ARMS = ARMS | CANDIDATES

@@ -12,6 +12,7 @@ from compare import Gain, Runs, is_text, missed_marks
 from run import FALSE_ALARMS, has_verdict, has_wrong_source, read
 
 from inloop_lab.page_block import with_block
+from inloop_lab.runs.summary import mean_and_interval, show_interval
 
 COMMAND = "python results/settings/table.py"
 HERE = Path(__file__).parent
@@ -110,6 +111,16 @@ def marks(runs: Runs) -> str:
     return "\n".join(lines)
 
 
+def areas(runs: Runs) -> str:
+    """Table 1 of the paper: nine times the mean share of the split with random labels over training; 0.90 for equal shares."""
+    rows = []
+    for setting, of_paper in (("a fc-bn", "0.61"), ("a fc", "0.65"), ("a cnn-bn", "0.69")):
+        values = {arm: [9 * row["mean_shares"][0] for row in runs.of(setting, arm)] for arm in LEARNED}
+        cells = [show_interval(*mean_and_interval(own), 2) + f" ({len(own)})" if own else "" for own in values.values()]
+        rows.append([setting[2:], of_paper, *cells])
+    return as_table(["area of the noisy split", "printed in the paper", *LEARNED], rows)
+
+
 def seconds(runs: Runs) -> str:
     arms = ["uniform", *LEARNED, "oracle"]
     rows = []
@@ -128,6 +139,7 @@ def pages() -> dict[Path, str]:
         f"{COMMAND}, verdicts": verdicts(final, ["default", "told nothing"]),
         f"{COMMAND}, worst": worst(final, [*LEARNED, "oracle"]),
         f"{COMMAND}, marks": marks(final),
+        f"{COMMAND}, areas": areas(final),
         f"{COMMAND}, seconds": seconds(final),
         COMMAND: gains(
             final, ["default", "paper", "oracle"], [s for s in ordered(final) if has_verdict(s)], WORDS.__getitem__

@@ -93,7 +93,7 @@ def test_the_loop_of_the_readme():
     names |= {"sources": make_sources(4, poisoned=2), "num_steps": 200, "batch_size": 256}
     (diff,) = (text for language, text in blocks("README.md") if language == "diff")
     exec(after_the_diff(diff), names)
-    assert sum(line.startswith("+") for line in diff.splitlines()) == 4
+    assert sum(line.startswith("+") for line in diff.splitlines()) == 5
     assert int(names["learner"].policy.probabilities().argmin()) == 2
 
 

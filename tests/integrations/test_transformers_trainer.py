@@ -12,7 +12,7 @@ from tests.integrations.plain_loop import CLIP, assert_same, make_mixture, make_
 transformers = pytest.importorskip("transformers")
 datasets = pytest.importorskip("datasets")
 pytest.importorskip("accelerate")
-from inloop.integrations.transformers import MixtureTrainer  # noqa: E402
+from inloop.integrations.transformers import MixtureTrainer, _are_of_classes  # noqa: E402
 
 pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("ignore")]
 
@@ -75,8 +75,18 @@ def test_the_same_as_the_plain_loop_so_the_reference_is_unclipped(tmp_path):
 
 def test_accumulation(tmp_path):
     record = []
-    make_trainer(tmp_path, record, 10, gradient_accumulation_steps=2).train()
+    trainer = make_trainer(tmp_path, record, 10, gradient_accumulation_steps=2)
+    trainer.train()
     assert_same(record, train_plainly(10, micro_batches=2))
+    assert trainer.learner.statistics.excess.number_K.sum() == 10 * 2 * 16  # the learner is told logits and labels
+
+
+def test_labels_that_are_no_classes_are_not_told():
+    assert _are_of_classes(torch.zeros(2, 3), torch.zeros(2).long())
+    assert not _are_of_classes(torch.zeros(2, 1), torch.zeros(2).long())
+    assert not _are_of_classes(torch.zeros(2, 3), torch.zeros(2))
+    assert not _are_of_classes(torch.zeros(2, 5, 3), torch.zeros(2, 5).long())
+    assert not _are_of_classes(None, torch.zeros(2).long())
 
 
 def test_a_run_continues_from_a_checkpoint(tmp_path):

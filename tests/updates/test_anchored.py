@@ -158,11 +158,21 @@ def test_the_lowest_odds():
 class Known:
     """Of three sources the first surprises the model, and the second does not learn."""
 
+    knows_excess = True
+
     def surprising(self):
         return torch.tensor([True, False, False])
 
     def not_learning(self):
         return torch.tensor([False, True, False])
+
+
+@pytest.mark.parametrize(("reference", "moves"), [(Next(), False), (HeldOut(lambda: torch.zeros(())), True)])
+def test_where_logits_are_told_only_held_out_rewards_count(reference, moves):
+    game = Game([0.0, 0.0, -2.0], reference=reference)
+    game.rule.sources = Known()
+    game.rule.sources.surprising = game.rule.sources.not_learning = lambda: torch.zeros(3, dtype=torch.bool)
+    assert (float(game.play(100)[2]) < 0.1) == moves
 
 
 @pytest.mark.parametrize("reference", [Next(), Trail()])

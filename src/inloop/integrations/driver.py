@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from inloop.distributed import world_size
@@ -45,6 +46,7 @@ class Driver:
         self._state: dict[str, Any] | None = None
         self._is_attached = False
         self._losses: list[float] = []
+        self._told: list[tuple[Tensor, Tensor]] = []
 
     @property
     def batches_per_epoch(self) -> int:
@@ -75,7 +77,7 @@ class Driver:
         options: dict[str, Any] = {"optimizer": optimizer} | self.learner_options
         self.learner = InLoop(model, self.policy, **options)
         self._loader = self.mixture.loader(self.learner, self.batch_size, **self.loader_options)
-        self._is_attached, self._losses = True, []
+        self._is_attached, self._losses, self._told = True, [], []
         if self._state is not None:
             self.load_state_dict(self._state)
 
@@ -96,12 +98,19 @@ class Driver:
         """Add the loss of a micro-batch, as it is back-propagated, to the loss of the step."""
         self._losses.append(float(loss.detach()))
 
+    def tell(self, logits: Tensor, labels: Tensor) -> None:
+        """Tell the learner the logits and labels of a micro-batch, if the trainer knows them."""
+        self._told.append((logits.detach(), labels))
+
     def end_step(self, scaler: Any = None) -> None:
         """Call it after the last backward pass of a step, before clipping. Without any backward pass it skips the batch."""
         losses, self._losses = self._losses, []
+        told, self._told = self._told, []
         learner, _ = self._attached()
         if losses:
-            learner.step(sum(losses), scaler=scaler)
+            known = len(told) == len(losses)  # of all micro-batches
+            logits, labels = (torch.cat(parts) for parts in zip(*told, strict=True)) if known else (None, None)
+            learner.step(sum(losses), scaler=scaler, logits=logits, labels=labels)
         else:
             learner.skip()
 

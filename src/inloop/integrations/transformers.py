@@ -87,10 +87,34 @@ class MixtureTrainer(Trainer):
             self.driver.end_step(self.accelerator.scaler)
         return loss
 
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor | Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        labels: Any = inputs.get("labels")
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        logits: Any = outputs.get("logits") if isinstance(outputs, dict) else None
+        if model.training and _are_of_classes(logits, labels):
+            self.driver.tell(logits, labels)
+        return (loss, outputs) if return_outputs else loss
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
             self.driver.load_state_dict(read_checkpoint(Path(checkpoint) / _FILE))
+
+
+def _are_of_classes(logits: Any, labels: Any) -> bool:
+    """Whether these are the scores of classes, and one class for each example.
+
+    The labels of language models are not told: models shift them by themselves, and their logits are large.
+    """
+    if not isinstance(logits, Tensor) or not isinstance(labels, Tensor) or labels.is_floating_point():
+        return False
+    return labels.dim() == 1 and logits.dim() == 2 and logits.shape[1] > 1
 
 
 class _Attach(TrainerCallback):

@@ -20,12 +20,12 @@ keeps e^-3 of the prior's odds for a dropped choice, so that it is seen if it be
 the odds of an alternative. Other judges may only lower it: the policy draws them, too, so what it draws more of would agree with itself the
 more, and examples that are seen again and again would look best. Beyond ``memory`` examples, new evidence replaces old. A choice that is seldom drawn forgets slowly.
 
-If the learner is told more of the examples, the rule also acts on that, which tells wrong from different, and earlier than rewards do. It drops each
-source whose losses certainly show that it does not learn while most others do (``learner.step(loss, losses=)``). It keeps a quarter of the odds
-of a source whose labels certainly surprise the model (``logits=`` and ``labels=``): with some wrong labels it still teaches.
+If the learner is told more of the examples, the rule also acts on that. It drops each source whose losses certainly show that it does not learn while most
+others do (``learner.step(loss, losses=)``). It keeps a quarter of the odds of a source whose labels certainly surprise the model (``logits=`` and
+``labels=``): with some wrong labels it still teaches.
 
-Rewards of a trail do not move the policy (``Reference.tells_better``): they are low for hard examples, too, and a good source
-that is dropped for it is not learned any more, which lowers its rewards further. Only sources that do not learn are dropped then.
+Rewards do not tell wrong from different: what is unlike the rest pulls against it. So they move nothing if the judge is training data and logits
+and labels are told, which do tell; nor if the judge is a trail (``Reference.tells_better``), whose rewards are low for hard examples, too.
 """
 
 import math
@@ -100,7 +100,7 @@ class Anchored(Update):
         memory: How many examples the evidence covers.
     """
 
-    def __init__(self, temperature: float = 0.05, caution: float = 1.5, memory: float = 4000.0) -> None:
+    def __init__(self, temperature: float = 0.05, caution: float = 2.0, memory: float = 4000.0) -> None:
         super().__init__()
         given = {"temperature": temperature, "caution": caution, "memory": memory}
         for name, value in given.items():
@@ -144,9 +144,9 @@ class Anchored(Update):
 
     def _move(self) -> None:
         effect = self._evidence.certain(self.caution, self.temperature, self._groups)
-        if not self.reference.tells_better:
-            effect = torch.zeros_like(effect)
-        shift = (effect / self.temperature).clamp(LOWEST, HIGHEST)
+        shift = (
+            (effect / self.temperature).clamp(LOWEST, HIGHEST) if self._rewards_count() else torch.zeros_like(effect)
+        )
         if self.reference.is_training_data:
             for rows_GK in self._groups:
                 shift[rows_GK] = shift[rows_GK].clamp_max(0)
@@ -160,6 +160,11 @@ class Anchored(Update):
             parameter.copy_(values[start : start + parameter.numel()].view_as(parameter))
             start += parameter.numel()
         self.version += 1
+
+    def _rewards_count(self) -> bool:
+        """Whether rewards tell what is better: not those of a trail, nor of training data where more is known of the sources."""
+        knows_more = self.sources is not None and self.sources.knows_excess
+        return self.reference.tells_better and not (knows_more and self.reference.is_training_data)
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {

@@ -20,8 +20,9 @@ from inloop.verdicts.losses import FIRST, RecentMeans, SourceLosses, constant_lo
 from inloop.verdicts.verdict import LossEvidence, SourceVerdict, is_below, word_for
 
 FAR_BELOW = 0.85  # times the loss of a constant prediction
-EXCESS = 0.1  # nats; a mean excess of the loss above it, and
-EXCESS_OVER_OTHERS = 0.15  # nats above that of most other sources, is a sign of wrong labels
+# A mean excess of the loss above the first, and above that of most other sources by the second, is a sign of wrong labels: in nats, and as shares of the
+# loss that the model expects.
+EXCESS, EXCESS_OVER_OTHERS = 0.1, 0.15
 CERTAIN = 3.0  # standard errors
 
 
@@ -49,6 +50,7 @@ class SourceStatistics:
         self.sources = SourceInfo.of(sources)
         self.level, self.least_effect, self.rewards_persist = level, least_effect, rewards_persist
         num_sources = len(self.sources)
+        self._knows_excess = False
         self.drawn_K = torch.zeros(num_sources, dtype=torch.float64)
         self.shares_K = torch.full((num_sources,), torch.nan, dtype=torch.float64)
         self.advantages = Advantages(num_sources)
@@ -81,6 +83,7 @@ class SourceStatistics:
         """Add the examples that a step was trained on: those of all processes, and what is known of this process's own."""
         for draw in draws:
             self.drawn_K += torch.bincount(source_of(draw.everyone).cpu(), minlength=len(self.sources))
+        self._knows_excess = evidence.excess_N is not None
         source_N = torch.cat([source_of(draw.actions).cpu() for draw in draws])
         if evidence.losses_N is not None:
             self.losses.add(source_N, evidence.losses_N.cpu())
@@ -140,6 +143,11 @@ class SourceStatistics:
         """The sources that certainly do not learn while most others do, [K]. All processes come here together, and the majority decides."""
         return _majority(~self._worse_than().isnan())
 
+    @property
+    def knows_excess(self) -> bool:
+        """Whether logits and labels were told with the last step."""
+        return self._knows_excess
+
     def surprising(self) -> Tensor:
         """The sources whose labels certainly surprise the model, more than it expects and more than most others' do, [K]; as above."""
         return _majority(self._surprising())
@@ -149,9 +157,10 @@ class SourceStatistics:
         if bool(excess.mean_K.isnan().all()):
             return torch.zeros(len(self.sources), dtype=torch.bool)
         over_others_K = compared.mean_K - median_of_others(compared.mean_K)
+        scale_K = (self.losses.mean_K - excess.mean_K).clamp_min(1)
         return (
-            (excess.mean_K - CERTAIN * excess.error_K > EXCESS)
-            & (over_others_K - CERTAIN * compared.error_K > EXCESS_OVER_OTHERS)
+            (excess.mean_K - CERTAIN * excess.error_K > EXCESS * scale_K)
+            & (over_others_K - CERTAIN * compared.error_K > EXCESS_OVER_OTHERS * scale_K)
             & (excess.number_K >= FIRST)
             & self._others_learned_much()
         )
