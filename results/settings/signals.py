@@ -1,6 +1,6 @@
 """What each signal sees of each source, with equal shares and a policy that does not move: a figure and its numbers.
 
-    INLOOP_DATA=FOLDER python results/settings/signals.py [--seeds 100,101]
+    INLOOP_DATA=FOLDER python results/settings/signals.py [--seeds 100]
 
 Four signals: the advantage by the next step (through the optimizer), the advantage by a trail, the mean loss, and the mean excess of the loss over the entropy
 of the model's prediction. It continues after an interruption; signals.json has a row for each setting and seed.
@@ -38,8 +38,8 @@ SHOWN = {
 SIGNALS = {
     "next": "advantage, next step",
     "trail": "advantage, trail",
-    "loss": "loss, above the median source",
-    "excess": "excess of the loss, above the median source",
+    "loss": "loss,\nabove the median source",
+    "excess": "excess of the loss,\nabove the median source",
 }
 
 
@@ -107,7 +107,7 @@ def figure(rows: list[dict[str, Any]]) -> Figure:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", default="100,101")
+    parser.add_argument("--seeds", default="100")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = json.loads(OUT.read_text())["results"] if OUT.exists() else []

@@ -20,6 +20,7 @@ PAPER_INDEX = (ROOT / "docs/paper-index.md").read_text()
         ("hazards/table.py", "| gar, softmax, floor | "),
         ("exactness/compare.py", "| GPT-2 | "),
         ("optimizers/correlation.py", "| AdamW | fixed | "),
+        ("settings/table.py", "| equal shares | default | "),
     ],
 )
 def test_the_tables_are_those_of_the_committed_runs(script, line):
