@@ -72,8 +72,9 @@ def run(setting: str, seed: int) -> dict[str, Any]:
     values = {
         "next": seen.advantages.estimate()[0],
         "trail": by_trail.statistics.advantages.estimate()[0],
-        "loss": seen.losses.mean_K - seen.losses.mean_K.median(),
-        "excess": seen.compared_excess.mean_K - seen.compared_excess.mean_K.median(),
+        "loss": seen.signs.losses.mean_K - seen.signs.losses.mean_K.median(),
+        "excess": seen.signs.compared_excess.mean_K.nan_to_num(0.0)
+        - seen.signs.compared_excess.mean_K.nan_to_num(0.0).median(),
     }
     by_next.close()
     by_trail.close()

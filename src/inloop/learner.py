@@ -43,7 +43,7 @@ from inloop.rewards import Reward, as_reward
 from inloop.sampler import Sampler
 from inloop.step import Draw, Judge, Step
 from inloop.updates import NoUpdate, Update, as_update
-from inloop.verdicts import ExampleEvidence, evidence_of, statistics_for
+from inloop.verdicts import Told, statistics_for, told_by
 
 log = logging.getLogger("inloop")
 
@@ -149,9 +149,10 @@ class InLoop:
             scaler: The scaler that multiplied the loss before ``backward``; rewards are those of the unscaled loss. If the scaler will skip
                 the step because a gradient is not finite, the learner drops it, too.
             losses: The loss of each example, [N]: for the verdicts on sources, and for the reward "loss".
-            logits: The model's scores of the classes, [N, C], or [N, T, C] for texts, and
-            labels: the right classes, [N] or [N, T]; those below 0 do not count. They tell more than the losses, which they contain: whether a
-                source's labels surprise the model.
+            logits: The model's scores of the classes, [N, C], or [N, T, C] for texts. With the labels they tell whether a source's labels
+                surprise the model, and what the losses are.
+            labels: The right classes, [N] or [N, T]; those below 0 do not count. For a language model give ``logits[:, :-1]`` and
+                ``labels[:, 1:]``, unless they are shifted already.
 
         Raises:
             UsageError: Without actions, or without gradients.
@@ -163,7 +164,7 @@ class InLoop:
         scale = scale_of(scaler)
         draws = self._sampler.of_step()
         try:
-            report = self._step(as_number(loss), draws, scale, evidence_of(losses, logits, labels))
+            report = self._step(as_number(loss), draws, scale, told_by(losses, logits, labels, draws))
         except VerificationError as error:
             self.close()
             raise VerificationError(f"{error} The learner has been closed.") from None
@@ -176,12 +177,12 @@ class InLoop:
             call(report)
         return report
 
-    def _step(self, loss: float, draws: list[Draw], scale: float, evidence: ExampleEvidence) -> StepReport:
+    def _step(self, loss: float, draws: list[Draw], scale: float, told: Told) -> StepReport:
         if self._judging.derivative is not None and self._recorder.optimizer_stepped:
             refuse_late_step()
-        shared = self._sampler.shared(draws) if is_distributed() else ()
+        shared = [*self._sampler.shared(draws), told.mark()] if is_distributed() else ()
         position = self.num_steps, shared
-        finished = self._recorder.finish(draws, loss, scale, evidence.losses_N, self.reference, position)
+        finished = self._recorder.finish(draws, loss, scale, told.losses_N, self.reference, position)
         self.num_steps += 1
         lag = max([self.update.version - draw.version for draw in draws])
         if finished.problem is not None:
@@ -189,7 +190,7 @@ class InLoop:
             finished.step.release()
             return self._reporter.report(self.num_steps, lag, dropped=finished.problem)
         if self.statistics is not None:
-            self.statistics.count(draws, evidence)
+            self.statistics.count(draws, told)
         step, judge, dropped = self._judging.match(finished.step, finished.judge)  # step t-1, g_t = ∇L_t(θ_t)
         results: dict[str, Any] = {"dropped": dropped}
         if step is not None and not step.is_empty:

@@ -1,7 +1,11 @@
-"""Default generators, for users who bring none."""
+"""Default generators, for users who bring none, and blocks that use no random numbers of the training."""
 
 import hashlib
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 
@@ -13,3 +17,15 @@ def default_generator(purpose: str) -> torch.Generator:
     """
     digest = hashlib.sha256(f"{purpose} {torch.initial_seed()}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+
+
+@contextmanager
+def untouched_generators() -> Iterator[None]:
+    """Give the global generators of torch, NumPy and Python back as they were before the block."""
+    states = random.getstate(), np.random.get_state()  # noqa: NPY002  users' datasets use the global one
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])  # noqa: NPY002

@@ -29,7 +29,6 @@ from inloop.refusals import (
     refuse_changed_model,
     refuse_missing_gradients,
     refuse_missing_tape,
-    refuse_other_losses,
     refuse_other_recordings,
     warn_of_late_held_out_loss,
     what_is_not_finite,
@@ -132,7 +131,6 @@ class StepRecorder:
         gradients = gradients_of(self._model)
         norm = gradient_norm(gradients)
         tape = self._take_tape(draws, gradients, norm)
-        refuse_other_losses(losses_N, draws)
         if self.optimizer_stepped and not reference.is_training_data:
             warn_of_late_held_out_loss()
         agreed = agree(loss, norm, self._wants_verification(tape), *position)

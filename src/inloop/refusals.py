@@ -186,15 +186,6 @@ def _mark(tensors: Sequence[Tensor]) -> float:
     return float(int.from_bytes(digest.digest()[:6], "little"))
 
 
-def refuse_other_losses(losses_N: Tensor | None, draws: Sequence[Draw]) -> None:
-    """Raise unless there is one loss for each example, if any."""
-    num_examples = sum(draw.num_examples for draw in draws)
-    if losses_N is not None and losses_N.shape != (num_examples,):
-        raise BatchSizeError(
-            f"learner.step was given losses of shape {tuple(losses_N.shape)}; needed is one for each of the {num_examples} examples."
-        )
-
-
 def _refuse_other_rows(tape: Tape, draws: Sequence[Draw]) -> None:
     """Raise if other examples were recorded than will be rewarded."""
     if not tape.part and not any([draw.rewarded_rows is not None for draw in draws]):
@@ -293,8 +284,8 @@ def agree(loss: float, norm: float, verifies: bool, num_steps: int, shared: Sequ
     if not bool((everyone[:, 3:] == everyone[0, 3:]).all()):
         raise UsageError(
             f"The processes' learners are not at one: they have done {[int(n) for n in everyone[:, 3].tolist()]} steps, and their policies, random "
-            f"states and draws are {'' if bool((everyone[:, 4] == everyone[0, 4]).all()) else 'not '}the same. Fix: call sample, step, skip and "
-            "load_state_dict in all of them alike."
+            f"states, draws and what is told of them are {'' if bool((everyone[:, 4] == everyone[0, 4]).all()) else 'not '}the same. Fix: call sample, step, "
+            "skip and load_state_dict in all of them alike."
         )
     return Agreement(float(everyone[:, 0].mean()), float(everyone[:, 1].max()), bool(everyone[:, 2].any()))
 

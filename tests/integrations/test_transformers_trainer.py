@@ -78,7 +78,9 @@ def test_accumulation(tmp_path):
     trainer = make_trainer(tmp_path, record, 10, gradient_accumulation_steps=2)
     trainer.train()
     assert_same(record, train_plainly(10, micro_batches=2))
-    assert trainer.learner.statistics.excess.number_K.sum() == 10 * 2 * 16  # the learner is told logits and labels
+    assert (
+        trainer.learner.statistics.signs.excess.number_K.sum() == 10 * 2 * 16
+    )  # the learner is told logits and labels
 
 
 def test_labels_that_are_no_classes_are_not_told():

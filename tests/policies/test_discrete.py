@@ -259,3 +259,13 @@ def test_ten_thousand_sources_take_memory_for_ten_thousand_numbers():
     assert K <= largest.numel <= 2 * K
     torch.testing.assert_close(p_K.sum(), torch.tensor(1.0))
     assert policy.scores.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("limits", [{"ceiling": 0.6}, {"floor": [0.1, 0.1, 0.1, 0.0]}])
+def test_a_prior_of_zero_with_limits(limits):
+    policy = MixturePolicy(4, prior=[1, 1, 1, 0], **limits)
+    policy.log_prob(torch.tensor([0, 1, 2])).sum().backward()
+    assert bool(policy.scores.grad.isfinite().all())
+    assert float(policy.probabilities()[3]) == 0
+    assert 3 not in policy.neutral(200).tolist()
+    assert len(policy.neutral(0)) == 0

@@ -129,7 +129,7 @@ def test_a_source_does_not_learn_while_most_others_do(recent, not_learning):
     labels = torch.arange(10).repeat(20)
     statistics = SourceStatistics(inloop.Mixture([(torch.zeros(200, 1), labels) for _ in recent]))
     source_N = torch.arange(len(recent)).repeat_interleave(200)
-    statistics.losses.add(source_N, torch.tensor(recent)[source_N] + 0.1 * torch.randn(len(source_N)))
+    statistics.signs.losses.add(source_N, torch.tensor(recent)[source_N] + 0.1 * torch.randn(len(source_N)))
     assert statistics.not_learning().tolist() == list(not_learning)
     words = [verdict.word for verdict in statistics.verdicts()]
     assert [word == "bad" for word in words] == list(not_learning)
@@ -229,5 +229,5 @@ def test_nothing_is_dropped_for_its_loss_before_most_sources_have_learned_much(l
     for _ in range(10):
         source_N = torch.arange(3).repeat_interleave(100)
         losses_N = torch.tensor([loss_of_others, loss_of_others, 1.2])[source_N] * constant
-        statistics.losses.add(source_N, losses_N)
+        statistics.signs.losses.add(source_N, losses_N)
     assert statistics.not_learning().tolist() == [False, False, found]

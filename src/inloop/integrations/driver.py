@@ -108,8 +108,8 @@ class Driver:
         told, self._told = self._told, []
         learner, _ = self._attached()
         if losses:
-            known = len(told) == len(losses)  # of all micro-batches
-            logits, labels = (torch.cat(parts) for parts in zip(*told, strict=True)) if known else (None, None)
+            all_told = len(told) == len(losses)  # the examples of all micro-batches
+            logits, labels = (torch.cat(parts) for parts in zip(*told, strict=True)) if all_told else (None, None)
             learner.step(sum(losses), scaler=scaler, logits=logits, labels=labels)
         else:
             learner.skip()

@@ -114,7 +114,7 @@ def _are_of_classes(logits: Any, labels: Any) -> bool:
     """
     if not isinstance(logits, Tensor) or not isinstance(labels, Tensor) or labels.is_floating_point():
         return False
-    return labels.dim() == 1 and logits.dim() == 2 and logits.shape[1] > 1
+    return logits.dim() == 2 and logits.shape[1] > 1 and labels.shape == logits.shape[:1]
 
 
 class _Attach(TrainerCallback):

@@ -14,7 +14,7 @@ from inloop.mixture.batches import collated, gathered, tensors_alike, with_tenso
 from inloop.mixture.labels import label_counts
 from inloop.mixture.sources import IndexedSource, Key, StreamSource, as_source
 from inloop.policies import Actions, source_of
-from inloop.randomness import default_generator
+from inloop.randomness import default_generator, untouched_generators
 
 if TYPE_CHECKING:
     from inloop.learner import InLoop
@@ -173,10 +173,11 @@ class Mixture:
         """How often each label occurs in each source, [C]; None where there are none.
 
         A label is an integer, or a tensor of integers, in the last entry of an example that is a tuple, or in the entry "labels" or "label"
-        of one that is a dict; negative labels do not count. Up to 1,000 examples of each source are read, once.
+        of one that is a dict; negative labels do not count. Up to 1,000 examples of each source are read, once, without using up random numbers.
         """
         if self._label_counts is None:
-            self._label_counts = [label_counts(source) for source in self.sources]
+            with untouched_generators():
+                self._label_counts = [label_counts(source) for source in self.sources]
         return self._label_counts
 
     def effective_epochs(self) -> Tensor:

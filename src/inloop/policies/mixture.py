@@ -84,7 +84,15 @@ class MixturePolicy(Discrete):
         if not self.limited:
             return log_p_K
         floor_K, ceiling_K = self.floor_K.to(log_p_K), self.ceiling_K.to(log_p_K)
-        return cap(torch.logaddexp(log_p_K + (1 - floor_K.sum()).log(), floor_K.log()), ceiling_K.log())
+        least_K = floor_K.log().clamp_min(-1e4)  # finite, for the gradient of a source with prior and floor zero
+        return cap(torch.logaddexp(log_p_K.clamp_min(-1e4) + (1 - floor_K.sum()).log(), least_K), ceiling_K.log())
+
+    def neutral(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """All sources alike, but for those with prior zero."""
+        allowed_K = self.log_prior_K.isfinite()
+        if bool(allowed_K.all()):
+            return super().neutral(n, generator)
+        return allowed_K.float().multinomial(n, replacement=True, generator=generator) if n else torch.zeros(0).long()
 
 
 def bounded(scores_K: Tensor) -> Tensor:

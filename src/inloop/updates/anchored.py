@@ -40,7 +40,7 @@ from inloop.policies import Actions, MixturePolicy, Policy, part_of, source_poli
 from inloop.rewards import Reward
 from inloop.step import Draw
 from inloop.updates.reinforce import normalise, trainable
-from inloop.updates.update import Update
+from inloop.updates.update import KnownSources, Update
 
 LOWEST, HIGHEST = -3.0, math.log(2)  # limits of φ - φ_0
 LOWEST_OF_SURPRISING = -math.log(4)
@@ -124,7 +124,10 @@ class Anchored(Update):
                 "update=inloop.Reinforce()."
             )
         self._groups, self._places = alternatives_of(policy), places_of_sources(policy)
-        self._prior = torch.cat([p.detach().flatten().double() for p in self._parameters])
+        mixtures = {id(part.scores) for part in policy.modules() if isinstance(part, MixturePolicy)}
+        # The prior of a mixture is not in its scores, which may have been moved by a learner before.
+        priors = [torch.zeros_like(p) if id(p) in mixtures else p.detach() for p in self._parameters]
+        self._prior = torch.cat([values.flatten().double() for values in priors])
         self._evidence = Evidence(len(self._prior), self.memory)
         self._num_steps = 0
 
@@ -139,32 +142,37 @@ class Anchored(Update):
         self._num_steps += 1
         if self._num_steps % EVERY:
             return False
-        self._move()
-        return True
+        return self._move()
 
-    def _move(self) -> None:
+    def _move(self) -> bool:
+        """Set the policy to its prior, shifted by the evidence. Return whether that changed it."""
         effect = self._evidence.certain(self.caution, self.temperature, self._groups)
-        shift = (
-            (effect / self.temperature).clamp(LOWEST, HIGHEST) if self._rewards_count() else torch.zeros_like(effect)
-        )
+        shift = (effect / self.temperature).clamp(LOWEST, HIGHEST)
+        if not self.reference.tells_better:
+            shift = torch.zeros_like(shift)
         if self.reference.is_training_data:
             for rows_GK in self._groups:
                 shift[rows_GK] = shift[rows_GK].clamp_max(0)
         if self.sources is not None and self._places is not None:
-            surprising = self._places[self.sources.surprising()]
-            shift[surprising] = shift[surprising].clamp_max(LOWEST_OF_SURPRISING)
-            shift[self._places[self.sources.not_learning()]] = LOWEST
-        values = self._prior + shift
-        start = 0
-        for parameter in self._parameters:
-            parameter.copy_(values[start : start + parameter.numel()].view_as(parameter))
-            start += parameter.numel()
-        self.version += 1
+            shift[self._places] = self._shift_of_sources(shift[self._places], self.sources)
+        return self._set(self._prior + shift)
 
-    def _rewards_count(self) -> bool:
-        """Whether rewards tell what is better: not those of a trail, nor of training data where more is known of the sources."""
-        knows_more = self.sources is not None and self.sources.knows_excess
-        return self.reference.tells_better and not (knows_more and self.reference.is_training_data)
+    def _shift_of_sources(self, shift_K: Tensor, sources: KnownSources) -> Tensor:
+        """The shift of the sources' scores, from that by rewards and what is known of the sources."""
+        if sources.labels_are_told and self.reference.is_training_data:
+            shift_K = torch.zeros_like(shift_K)
+        shift_K = torch.where(sources.surprising(), shift_K.clamp_max(LOWEST_OF_SURPRISING), shift_K)
+        return torch.where(sources.not_learning(), LOWEST, shift_K)
+
+    def _set(self, values: Tensor) -> bool:
+        parts = values.split([parameter.numel() for parameter in self._parameters])
+        pairs = [(p, part.view_as(p).to(p)) for p, part in zip(self._parameters, parts, strict=True)]
+        if all(torch.equal(parameter, part) for parameter, part in pairs):
+            return False
+        for parameter, part in pairs:
+            parameter.copy_(part)
+        self.version += 1
+        return True
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {

@@ -14,11 +14,11 @@ from inloop.step import Draw
 
 
 class KnownSources(Protocol):
-    """What a rule may ask about the sources, [K] each. All processes ask together."""
+    """What a rule may ask about the sources, [K] each."""
 
     @property
-    def knows_excess(self) -> bool:
-        """Whether logits and labels are told, which tell wrong sources from different ones."""
+    def labels_are_told(self) -> bool:
+        """Whether logits and labels were told, which tell wrong sources from different ones."""
 
     def not_learning(self) -> Tensor:
         """Which sources certainly do not learn while most others do."""

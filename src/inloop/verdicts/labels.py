@@ -7,7 +7,7 @@ compared with those of the same label, as far as other sources have that label, 
                             o     (1 - q_ky) / (1 - q_k), at most 1
                             q_ky  the share of source k among recent examples with the label y; q_k: among all
 
-If all sources have the same labels, o is 1. A label that only one source has says nothing about that source: o is 0 there.
+If all sources have the same labels, o is 1. A label that only one source has says nothing about that source, and its examples do not count.
 """
 
 from typing import Any
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 MEMORY = 200.0  # examples of a label, about, that its means are over
+LEAST_OVERLAP = 0.25
 
 
 class LabelMeans:
@@ -27,12 +28,17 @@ class LabelMeans:
         self._number_CK = torch.zeros(0, num_sources, dtype=torch.float64)
 
     def compare(self, values_N: Tensor, labels_N: Tensor, source_N: Tensor) -> Tensor:
-        """Return the values, compared among the examples of a label. Examples without a label (below 0), or without a value, have nan."""
+        """Return the values, compared among the examples of a label; nan where there is nothing to compare with.
+
+        That is for examples without a label (below 0) or without a value, and for labels that hardly any other source has.
+        """
         known_N = (labels_N >= 0) & values_N.isfinite()
         labels_n, source_n, values_n = labels_N[known_N], source_N[known_N], values_N[known_N].double()
         self._add(labels_n, source_n, values_n)
         compared_N = torch.full(values_N.shape, torch.nan, dtype=torch.float64)
-        compared_N[known_N] = self._overlap(labels_n, source_n) * (values_n - self._mean_C[labels_n])
+        overlap_n = self._overlap(labels_n, source_n)
+        overlap_n[overlap_n < LEAST_OVERLAP] = torch.nan
+        compared_N[known_N] = overlap_n * (values_n - self._mean_C[labels_n])
         return compared_N
 
     def _add(self, labels_N: Tensor, source_N: Tensor, values_N: Tensor) -> None:

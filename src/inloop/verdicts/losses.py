@@ -1,4 +1,4 @@
-"""Means over the recent examples of each source: how its loss moves. Axis K counts the sources."""
+"""Means over the recent examples of each source, and the losses of constant predictions. Axis K counts the sources, C the labels."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from inloop.verdicts.sums import SourceSums
 
-FIRST = 100  # examples of a source whose mean loss is its first loss
+FIRST_EXAMPLES = 100  # of a source, whose mean loss is its first loss
 
 
 def constant_losses(counts: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
@@ -67,11 +67,15 @@ class RecentMeans(SourceSums):
         mean_K: Tensor = torch.where(self._sums[0] > 0, self._sums[1], torch.nan)
         return mean_K
 
-    @property
-    def error_K(self) -> Tensor:
-        """The standard error of the mean, [K]."""
+    def error(self, sizes_K: Tensor) -> Tensor:
+        """The standard error of the mean, [K].
+
+        Args:
+            sizes_K: How many examples each source has, inf if that is not known: an example that is seen twice is no second example.
+        """
         number_K, mean_K, square_K = self._sums
-        error_K: Tensor = ((square_K - mean_K.square()).clamp_min(0) / number_K.clamp_max(self._memory)).sqrt()
+        distinct_K = number_K.clamp_max(self._memory).minimum(sizes_K)
+        error_K: Tensor = ((square_K - mean_K.square()).clamp_min(0) / distinct_K).sqrt()
         return error_K
 
 
@@ -83,7 +87,7 @@ class SourceLosses(RecentMeans):
         self._first = RecentMeans(num_sources, memory=math.inf)
 
     def add(self, source_N: Tensor, values_N: Tensor) -> None:
-        is_early_N = (self._first.number_K < FIRST)[source_N]
+        is_early_N = (self._first.number_K < FIRST_EXAMPLES)[source_N]
         self._first.add(source_N[is_early_N], values_N[is_early_N])
         super().add(source_N, values_N)
 

@@ -98,7 +98,7 @@ class SourceVerdict:
             constant = self.losses.constant if math.isnan(self.losses.worse_than) else self.losses.worse_than
             return f"does not learn, and most others do (a constant prediction has a loss of {constant:.2f})"
         if self.word == "different or partly wrong" and self.losses is not None and self.losses.surprising:
-            return "learns, but its labels often are not what the model expects: look at some of them"
+            return "its labels often are not what the model expects: look at some of them"
         if self.word == "different or partly wrong":
             return "pulls against the others, but learns: look at it; keep it with a floor if you need it"
         if self.word == "seen too often":
@@ -111,8 +111,13 @@ class SourceVerdict:
 
 
 def is_below(recent: Tensor, error: Tensor, constant: Tensor) -> Tensor:
-    """Whether a loss is certainly below that of a constant prediction, by two standard errors."""
+    """Whether a loss is below that of a constant prediction by two standard errors."""
     return recent + 2 * error < constant
+
+
+def is_above(recent: Tensor, error: Tensor, constant: Tensor) -> Tensor:
+    """Whether a loss is above that of a constant prediction by two standard errors."""
+    return recent - 2 * error > constant
 
 
 def word_for(
@@ -126,14 +131,13 @@ def word_for(
     if losses is not None and not math.isnan(losses.worse_than):
         return "bad"
     if losses is not None and losses.surprising:
-        return (
-            "bad"
-            if losses.learns is False and losses.recent - 2 * losses.error > losses.constant
-            else "different or partly wrong"
-        )
+        is_certainly_bad = losses.learns is False and losses.recent - 2 * losses.error > losses.constant
+        return "bad" if is_certainly_bad else "different or partly wrong"
     if high < -least_effect:
         learns = None if losses is None else losses.learns
-        return "flagged" if learns is None else "different or partly wrong" if learns else "bad"
+        if learns is None:
+            return "flagged"
+        return "different or partly wrong" if learns else "bad"
     if epochs > MOST_EPOCHS * max(overall, 1):  # both nan if sizes are not known
         return "seen too often"
     return "undecided" if not low >= -least_effect else "ok"
