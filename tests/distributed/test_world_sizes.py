@@ -29,6 +29,9 @@ def check(options, world_size):
             torch.tensor(result["probabilities"]), torch.tensor(expected["probabilities"]), rtol=1e-6, atol=1e-9
         )
         assert result["drawn"] == expected["drawn"]
+        torch.testing.assert_close(
+            torch.tensor(result["excess"]), torch.tensor(expected["excess"]), rtol=1e-4, atol=1e-6
+        )
     assert expected["probabilities"][-1] != expected["probabilities"][0], "nothing was learned"
 
 
@@ -46,6 +49,15 @@ def test_a_convolutional_network(wrapper):
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
 def test_processes_with_unequal_parts_of_a_batch(wrapper):
     check(Options(Transformer, wrapper, batch=10, clip=False), 4)
+
+
+@pytest.mark.parametrize(("world_size", "batch", "micro_batches"), [(2, 24, 2), (4, 26, 1)])
+def test_what_is_told_of_the_examples(world_size, batch, micro_batches):
+    """The default rule lowers the source with wrong labels, at the same step."""
+    options = Options(
+        *(Convolutional, "ddp"), steps=250, batch=batch, micro_batches=micro_batches, knows_optimizer=True, tells=True
+    )
+    check(replace(options, clip=False), world_size)
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])

@@ -61,6 +61,14 @@ class Convolutional(nn.Sequential):
         return [self[3], self[6]]
 
 
+def sources_with_wrong_labels():
+    """Data in float64; all labels of the first source are wrong."""
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(NUM_SOURCES, 400, 1, 4, 4, generator=generator, dtype=torch.float64)
+    right = x.mean(dim=(2, 3, 4)).gt(0).long()
+    return [(x[k], 1 - right[k] if k == 0 else right[k]) for k in range(NUM_SOURCES)]
+
+
 def sources_of(kind):
     """Data in float64; the first source has random labels."""
     generator = torch.Generator().manual_seed(5)
@@ -93,6 +101,7 @@ class Options:
     clip: bool = True
     part: float = 1.0
     knows_optimizer: bool = False
+    tells: bool = False  # logits and labels, to the default rule
 
 
 def shares(batch):
@@ -117,7 +126,8 @@ class Run:
         else:
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         torch.manual_seed(3 + rank())  # processes often have seeds of their own
-        self.mixture = inloop.Mixture(sources_of(options.kind), selection=options.selection)
+        sources = sources_with_wrong_labels() if options.tells else sources_of(options.kind)
+        self.mixture = inloop.Mixture(sources, selection=options.selection)
         self.learner = inloop.InLoop(
             self.wrapped,
             inloop.MixturePolicy(NUM_SOURCES),
@@ -125,10 +135,11 @@ class Run:
             interleave=options.interleave,
             part=options.part,
             reference=self.held_out if options.reference == "held-out" else options.reference,
-            update=inloop.Reinforce(accumulate=2),
+            update=None if options.tells else inloop.Reinforce(accumulate=2),
             record=inloop.Recording(retain=options.retain),
         )
         self.rewards, self.probabilities, self.losses, self.messages, self.bytes = [], [], [], [], []
+        self.told = []
         add = self.learner.update.add
         self.learner.update.add = lambda draws, rewards_N: (
             self.rewards.append(rewards_N.clone()) or add(draws, rewards_N)
@@ -149,7 +160,9 @@ class Run:
                     loss = self.pass_once()
                 if options.wrapper == "fsdp":
                     self.model.set_requires_gradient_sync(True)
-            report = self.learner.step(loss)
+            told = [torch.cat(parts) for parts in zip(*self.told, strict=True)] if options.tells else [None, None]
+            report = self.learner.step(loss, logits=told[0], labels=told[1])
+            self.told = []
             self.messages.append(traffic.messages - before[0])
             self.bytes.append(traffic.bytes - before[1])
             self.probabilities.append(report.probabilities)
@@ -163,6 +176,7 @@ class Run:
         mine = shares(self.options.batch)[rank()]
         x, y = self.mixture.draw(self.learner.sample(mine))
         output = self.wrapped(x)
+        self.told.append((output.detach(), y))
         loss = F.cross_entropy(output.flatten(0, -2), y.flatten()) * self.learner.loss_weight
         (loss / self.options.micro_batches).backward()
         return loss.detach()
@@ -181,6 +195,7 @@ class Run:
             "drawn": self.mixture.drawn_K.tolist(),
             "messages": self.messages,
             "bytes": self.bytes,
+            "excess": self.learner.statistics.signs.compared_excess.mean_K.nan_to_num(0.0).tolist(),
         }
 
 
