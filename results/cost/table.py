@@ -126,6 +126,22 @@ def first_step() -> str:
     return "\n".join([note, "", heads, "|---|---|---|---|---|---|", *lines])
 
 
+def knows_optimizer() -> str:
+    """What ``optimizer=`` costs, with AdamW."""
+    lines = []
+    for row in json.loads((HERE / "optimizer.json").read_text())["results"]:
+        low, high = row["difference_quartiles"]
+        lines.append(
+            f"| {row['model']} | {row['learner']:.2f} | {row['knows_optimizer']:.2f} | {row['difference']:+.3f} ({low:+.3f} to {high:+.3f}) | {row['repeats']} |"
+        )
+    note = (
+        "Time of a step with AdamW, as ratios to the same step without a learner: a learner without `optimizer=`, and one with it. They take turns in one process; the difference is the median over "
+        "turns, with quartiles (`python -m benchmarks.optimizer_cost`). The product with AdamW's step sizes is one pass over the parameters, which only a model of few examples' work notices."
+    )
+    heads = "| model | learner | with `optimizer=` | difference | repeats |"
+    return "\n".join([note, "", heads, "|---|---|---|---|---|", *lines])
+
+
 def redesign() -> str:
     """The engine before and after its redesign, alternated in one run."""
     lines = []
@@ -168,6 +184,7 @@ def in_full() -> str:
         "Activation checkpointing": checkpointing(),
         "A few layers for all": layer_subsets(),
         "The first step": first_step(),
+        "Rewards that know the optimizer": knows_optimizer(),
         "Before and after the redesign": redesign(),
         "Not measured": "\n".join(f"- {row['model']}, {row['mode']}: {row['error']}" for row in skipped),
     }
