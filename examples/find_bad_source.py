@@ -46,16 +46,17 @@ def main(steps: int = 300, seed: int = 0) -> Tensor:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     mixture = inloop.Mixture(sources)
-    policy = inloop.MixturePolicy(num_sources=NUM_SOURCES)
-    learner = inloop.InLoop(model, policy)
+    policy = inloop.MixturePolicy(mixture)
+    learner = inloop.InLoop(model, policy, optimizer=optimizer)
 
     print(f"share of each source (source {NOISY}, marked *, has random labels)")
     show(0, policy.probabilities())
     for step in range(1, steps + 1):
         x, y = mixture.draw(learner.sample(256))
-        loss = F.cross_entropy(model(x), y)
+        logits = model(x)
+        loss = F.cross_entropy(logits, y)
         loss.backward()
-        learner.step(loss)
+        learner.step(loss, logits=logits, labels=y)
         optimizer.step()
         optimizer.zero_grad()
         if step % 50 == 0:
@@ -63,6 +64,7 @@ def main(steps: int = 300, seed: int = 0) -> Tensor:
     learner.close()
 
     accuracy = (model.eval()(test_x).argmax(dim=1) == test_y).float().mean().item()
+    print(learner)
     print(f"test accuracy {accuracy:.3f}")
     return policy.probabilities()
 

@@ -51,7 +51,7 @@ def show(gain: Gain | None, setting: str) -> str:
     if gain is None:
         return ""
     digits = 3 if is_text(setting) else 1
-    interval = f" ± {gain.interval:.{digits}f}" if len(gain.values) > 1 else ""
+    interval = f" ± {gain.interval:.{digits}f}" if len(gain.values) > 2 else ""
     return f"{gain.mean:+.{digits}f}{interval} ({len(gain.values)})"
 
 

@@ -314,7 +314,8 @@ class InLoop:
         names = ", ".join(type(part).__name__ for part in parts)
         dropped = f", {self.num_dropped} dropped" if self.num_dropped else ""
         optimizer = "" if self._judging.derivative is None else f" with {self._judging.derivative.names}"
-        return f"InLoop({names}{optimizer}: {self.num_steps} steps{dropped}, {self.update.version} updates)"
+        updates = f"{self.update.version} update{'' if self.update.version == 1 else 's'}"
+        return f"InLoop({names}{optimizer}: {self.num_steps} steps{dropped}, {updates})"
 
     def __str__(self) -> str:
         return repr(self) if self.statistics is None else f"{self!r}\n{self.statistics}"

@@ -173,8 +173,7 @@ def test_printed_it_has_a_row_for_each_source():
         "source  examples  advantage  verdict",
         "0              0             undecided",
         "1              0             undecided",
-        "0: too few steps",
-        "1: too few steps",
+        "0, 1: too few steps",
     ]
 
 

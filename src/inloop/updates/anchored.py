@@ -1,6 +1,6 @@
 """An update rule that is anchored at a prior and moves on evidence.
 
-The policy's parameters φ are logits; their initial values φ_0 are its prior. For every parameter j the rule estimates
+The policy's parameters φ are logits; their initial values φ_0 (0 for the scores of a mixture, which has its prior apart) are its prior. For every parameter j the rule estimates
 the advantage a_j of the choices that a higher φ_j makes likelier, from the score functions s_i = ∂log p(a_i; φ)/∂φ_j of
 all examples so far and their normalised rewards w_i (mean 0 and deviation 1 within a step):
 
@@ -24,8 +24,8 @@ If the learner is told more of the examples, the rule also acts on that. It drop
 others do (``learner.step(loss, losses=)``). It keeps a quarter of the odds of a source whose labels certainly surprise the model (``logits=`` and
 ``labels=``): with some wrong labels it still teaches.
 
-Rewards do not tell wrong from different: what is unlike the rest pulls against it. So they move nothing if the judge is training data and logits
-and labels are told, which do tell; nor if the judge is a trail (``Reference.tells_better``), whose rewards are low for hard examples, too.
+Rewards do not tell wrong from different: what is unlike the rest pulls against it. So they move no source if the judge is training data and logits
+and labels are told, which do tell. They move nothing if the judge is a trail (``Reference.tells_better``), whose rewards are low for hard examples, too.
 """
 
 import math

@@ -158,7 +158,7 @@ def statistics_for(policy: Policy, reference: Reference) -> SourceStatistics | N
 
 
 def table(verdicts: Sequence[SourceVerdict], level: float) -> str:
-    """The verdicts as text: one line a source, and below them a sentence for each source that is not ok."""
+    """The verdicts as text: one line a source, and below them the reasons for verdicts other than ok, each with its sources."""
     columns: dict[str, list[str]] = {
         "source": [v.name for v in verdicts],
         "share": [_number(v.share, ".3f") for v in verdicts],
@@ -178,7 +178,9 @@ def table(verdicts: Sequence[SourceVerdict], level: float) -> str:
         ).rstrip()
         for row in ([*zip(shown, cells, strict=True)] for cells in (list(shown), *zip(*shown.values(), strict=True)))
     ]
-    return "\n".join([*lines, *(f"{v.name}: {v.reason}" for v in verdicts if v.reason)])
+    reasons = dict.fromkeys(v.reason for v in verdicts if v.reason)
+    named = (f"{', '.join(v.name for v in verdicts if v.reason == reason)}: {reason}" for reason in reasons)
+    return "\n".join([*lines, *named])
 
 
 def _course(losses: LossEvidence | None) -> str:
