@@ -18,7 +18,7 @@ BAD = 1
 
 
 class Classifier(pl.LightningModule):
-    """An ordinary LightningModule: it knows nothing of the mixture."""
+    """An ordinary LightningModule, but for the line that tells the logits and labels: they show which sources have wrong labels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,9 @@ class Classifier(pl.LightningModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         x, y = batch
-        return F.cross_entropy(self(x), y)
+        logits = self(x)
+        self.trainer.datamodule.tell(logits, y)  # type: ignore[attr-defined]
+        return F.cross_entropy(logits, y)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -38,9 +40,10 @@ class Classifier(pl.LightningModule):
 
 def main(steps: int = 200) -> Tensor:
     pl.seed_everything(0, verbose=False)
-    mixture, policy = inloop.Mixture(digit_sources(5, BAD)), inloop.MixturePolicy(5)
+    mixture = inloop.Mixture(digit_sources(5, BAD))
+    policy = inloop.MixturePolicy(mixture)
     data = MixtureDataModule(mixture, batch_size=128, batches_per_epoch=50, policy=policy)
-    callback = InLoopCallback(data, update=inloop.Reinforce(accumulate=5))
+    callback = InLoopCallback(data)
     trainer = pl.Trainer(
         callbacks=[callback],
         max_steps=steps,
@@ -52,7 +55,8 @@ def main(steps: int = 200) -> Tensor:
         enable_model_summary=False,
     )
     trainer.fit(Classifier(), data)
-    print(f"shares of the sources: {policy.probabilities()}; source {BAD} has random labels")
+    print(callback.learner)
+    print(f"source {BAD} has random labels")
     return policy.probabilities()
 
 

@@ -189,3 +189,19 @@ def test_a_data_module_without_its_callback_says_what_is_missing():
     data = MixtureDataModule(make_mixture(), 16, batches_per_epoch=7)
     with pytest.raises(UsageError, match=r"callbacks=\[InLoopCallback\(data\)\]"):
         quiet_trainer([], max_steps=2).fit(Module(), data)
+
+
+def test_a_module_may_tell_its_logits_and_labels():
+    class Tells(Module):
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            logits = self(x)
+            self.trainer.datamodule.tell(logits, y)
+            return F.cross_entropy(logits, y)
+
+    data = MixtureDataModule(make_mixture(), 16, batches_per_epoch=8)
+    callback = InLoopCallback(data)
+    quiet_trainer([callback], enable_checkpointing=False, max_steps=12, accumulate_grad_batches=2).fit(Tells(), data)
+    losses = callback.learner.statistics.signs.losses
+    assert losses.number_K.sum() == 12 * 2 * 16
+    assert callback.learner.statistics.labels_are_told

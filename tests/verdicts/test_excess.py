@@ -1,5 +1,7 @@
 """The excess of a loss over what the model expects: it tells wrong labels from hard examples."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -122,6 +124,23 @@ def test_partly_wrong_labels_surprise_and_hard_examples_do_not():
     assert told.statistics.signs.excess.mean_K[2].abs() < 0.05
 
 
+def test_sources_whose_labels_do_not_surprise_are_ok():
+    """Without a single reward: the interval of the advantage says nothing."""
+    words = [v.word for v in Sources().add(sharpness=3.0, wrong=[(1, 0.3)]).statistics.verdicts()]
+    assert words == ["ok", "different or partly wrong", "ok", "ok"]
+    assert {v.word for v in Sources().add(rounds=1, sharpness=3.0).statistics.verdicts()} == {"undecided"}
+    assert {v.word for v in Sources().add(sharpness=0.3).statistics.verdicts()} == {"undecided"}  # nothing is learned
+
+
+def test_labels_that_are_told_give_a_stream_s_constant_prediction():
+    """The labels of a stream cannot be counted beforehand."""
+    told = Sources().add(sharpness=3.0, wrong=[(1, 1.0)])
+    assert told.statistics.sources.label_counts() == [None] * 4
+    constants = [v.losses.constant for v in told.statistics.verdicts()]
+    assert constants == pytest.approx([math.log(6)] * 4, abs=0.01)
+    assert told.statistics.not_learning().tolist() == [False, True, False, False]
+
+
 def test_nothing_surprises_before_most_sources_have_learned_much():
     told = Sources().add(sharpness=3.0, wrong=[(1, 0.3)], hard=(0, 2, 3))
     assert told.surprising == [False] * 4
@@ -207,13 +226,13 @@ class Loop:
         generator = torch.Generator().manual_seed(seed)
         self.learner = inloop.InLoop(self.model, self.policy, optimizer=self.optimizer, generator=generator, **options)
 
-    def train(self, steps, **given):
-        for _ in range(steps):
+    def train(self, steps, tell_every=1):
+        for t in range(steps):
             x, y = self.mixture.draw(self.learner.sample(96))
             scores = self.model(x)
             loss = F.cross_entropy(scores, y)
             loss.backward()
-            self.learner.step(loss, logits=scores, labels=y)
+            self.learner.step(loss, **({"logits": scores, "labels": y} if t % tell_every == 0 else {}))
             self.optimizer.step()
             self.optimizer.zero_grad()
         return self
@@ -226,6 +245,14 @@ def test_a_source_with_some_wrong_labels_keeps_a_quarter_of_its_odds(reference):
     assert "forum: its labels often are not what the model expects" in str(loop.learner)
     share = loop.policy.probabilities()[2]
     assert 0.02 < share < 0.13  # a quarter to each of one: 1/9; rewards may lower it further
+
+
+def test_logits_and_labels_may_be_told_in_some_steps_only():
+    loop = Loop().train(600, tell_every=3)
+    assert loop.learner.statistics.signs.losses.number_K.sum() == 200 * 96
+    assert loop.learner.statistics.flagged() == [2]
+    right, _, wrong = loop.policy.probabilities().tolist()
+    assert wrong == pytest.approx(right / 4, rel=1e-4)  # a step that tells nothing moves nothing
 
 
 def test_a_learner_that_only_watches_says_it_too():

@@ -4,6 +4,8 @@
     trainer = lightning.Trainer(callbacks=[InLoopCallback(data)], gradient_clip_val=1.0)
     trainer.fit(module, data)
 
+A classifier's ``training_step`` should call ``self.trainer.datamodule.tell(logits, labels)``: what tells wrong sources from different ones.
+
 The reference gradient is unclipped: the callback reads it in ``on_before_optimizer_step``. Lightning calls that after the last backward pass
 of a step, before it clips.
 """
@@ -45,6 +47,10 @@ class MixtureDataModule(pl.LightningDataModule):
 
     def train_dataloader(self) -> EpochLoader:
         return self.driver.loader()
+
+    def tell(self, logits: Tensor, labels: Tensor) -> None:
+        """Tell the learner the logits and labels of a batch, as :meth:`inloop.InLoop.step` takes them. Call it once in each ``training_step``."""
+        self.driver.tell(logits, labels)
 
 
 class InLoopCallback(pl.Callback):

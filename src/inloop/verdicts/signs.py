@@ -85,16 +85,27 @@ class Signs:
         return self._surprising_K
 
     def _find_surprising(self) -> Tensor:
-        excess, compared, sizes_K = self.excess, self.compared_excess, self._sizes_K
-        unit_K = self.expected.mean_K.clamp_min(1)
-        over_others_K = compared.mean_K - median_of_others(compared.mean_K)
-        found_K = (
-            (excess.mean_K - CERTAIN * excess.error(sizes_K) > EXCESS * unit_K)
-            & (over_others_K - CERTAIN * compared.error(sizes_K) > EXCESS_OVER_OTHERS * unit_K)
-            & (compared.number_K >= FIRST_EXAMPLES)
-            & self._others_learned_much()
-        )
+        """Both excesses are certainly above their thresholds, [K]."""
+        over_2K, error_2K = self._excess_over_thresholds()
+        found_K = (over_2K > CERTAIN * error_2K).all(0) & self._may_be_compared()
         return torch.where(self._is_fresh_beside_memorised(), self._surprising_K, found_K)
+
+    def unsurprising(self) -> Tensor:
+        """The sources whose labels do not surprise the model: one of both excesses is below its threshold by two standard errors, [K]."""
+        over_2K, error_2K = self._excess_over_thresholds()
+        found_K = is_below(over_2K, error_2K, torch.zeros(())).any(0) & self._may_be_compared()
+        return found_K & ~self._surprising_K & ~self._is_fresh_beside_memorised()
+
+    def _excess_over_thresholds(self) -> tuple[Tensor, Tensor]:
+        """How far the mean excess is above its threshold, and that over the other sources above its own, with standard errors, [2, K] each."""
+        unit_K = self.expected.mean_K.clamp_min(1)
+        compared_K = self.compared_excess.mean_K
+        over_others_K = compared_K - median_of_others(compared_K)
+        over = (self.excess.mean_K - EXCESS * unit_K, over_others_K - EXCESS_OVER_OTHERS * unit_K)
+        return torch.stack(over), torch.stack([m.error(self._sizes_K) for m in (self.excess, self.compared_excess)])
+
+    def _may_be_compared(self) -> Tensor:
+        return (self.compared_excess.number_K >= FIRST_EXAMPLES) & self._others_learned_much()
 
     def evidence(self) -> list[LossEvidence | None]:
         """The evidence on each source; None without losses."""
@@ -104,7 +115,8 @@ class Signs:
         own_K, pooled_K = self._constant_losses()
         others_learn_K = most_others(is_below(recent_K, error_K, own_K), self.losses.number_K > 0)
         worse_than_K = torch.where(self.not_learning(), torch.maximum(own_K, pooled_K), torch.nan)
-        columns = (self.losses.first_K, recent_K, error_K, own_K, others_learn_K, worse_than_K, self.surprising())
+        labels = (self.surprising(), self.unsurprising())
+        columns = (self.losses.first_K, recent_K, error_K, own_K, others_learn_K, worse_than_K, *labels)
         return [LossEvidence(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 
     def _constant_losses(self) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ different    also without a flag, if its labels surprise the model, more than it
              loss is then certainly above that of the constant prediction.
 seen too often   its examples were seen more than ``MOST_EPOCHS`` times each, and that often compared with the examples of all sources.
 undecided    the interval contains ``-least_effect``, or there is none yet.
-ok           none of these.
+ok           none of these; also with such an interval, if the source's labels do not surprise the model.
 """
 
 import math
@@ -37,6 +37,7 @@ class LossEvidence:
         worse_than: The loss of the worse of two constant predictions, from its own label frequencies and from those of all sources, if the
             recent loss is certainly above it while most others are far below; else nan.
         surprising: Whether its labels certainly surprise the model: the mean excess of its loss is high.
+        unsurprising: Whether they do not, by two standard errors. Neither is true if labels are not told, or too few.
     """
 
     first: float
@@ -46,6 +47,7 @@ class LossEvidence:
     others_learn: bool
     worse_than: float = math.nan
     surprising: bool = False
+    unsurprising: bool = False
 
     @property
     def learns(self) -> bool | None:
@@ -140,4 +142,5 @@ def word_for(
         return "different or partly wrong" if learns else "bad"
     if epochs > MOST_EPOCHS * max(overall, 1):  # both nan if sizes are not known
         return "seen too often"
-    return "undecided" if not low >= -least_effect else "ok"
+    has_right_labels = losses is not None and losses.unsurprising and losses.learns is not False
+    return "ok" if low >= -least_effect or has_right_labels else "undecided"
