@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from problems import SETTINGS, Examples, Problem, inputs, losses_from, losses_of
 from torch import Tensor, nn
+from unseen import UNSEEN
 
 import inloop
 from inloop.optimizers import StepDerivative
@@ -128,7 +129,7 @@ def evaluate(model: nn.Module, examples: Examples) -> tuple[float, float]:
 def run(setting: str, arm: str, seed: int, final: bool) -> dict[str, Any]:
     """Train once and evaluate."""
     began = time.perf_counter()
-    problem = SETTINGS[setting](seed, final)
+    problem = (SETTINGS | UNSEEN)[setting](seed, final)
     torch.manual_seed(seed)
     model = problem.make_model()
     optimizer = problem.make_optimizer(model)

@@ -68,11 +68,11 @@ def losses_from(scores: Tensor, y: Tensor) -> Tensor:
 # ---------------------------------------------------------------- networks
 
 
-def conv(norm: Callable[[int], nn.Module]) -> nn.Module:
+def conv(norm: Callable[[int], nn.Module], classes: int = 10) -> nn.Module:
     return nn.Sequential(
         *(nn.Conv2d(3, 32, 3, stride=2, padding=1), norm(32), nn.ReLU()),
         *(nn.Conv2d(32, 64, 3, stride=2, padding=1), norm(64), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Flatten(), nn.Linear(1024, 10)),
+        *(nn.Flatten(), nn.Linear(1024, classes)),
     )
 
 

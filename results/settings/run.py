@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from arms import ARMS, CANDIDATES, ORACLES, oracle, run
 from problems import SCREENED, SETTINGS
+from unseen import UNSEEN
 
 HERE = Path(__file__).parent
 SCREEN_SEEDS, ORACLE_SEEDS = range(100, 103), range(100, 102)
@@ -26,7 +27,7 @@ FALSE_ALARMS, FALSE_ALARM_SEEDS = "i digits", 50  # settings that only count fal
 
 
 def has_wrong_source(setting: str) -> bool:
-    return not setting.startswith(("h", "i", "j", "l"))
+    return not setting.startswith(("h", "i", "j", "l")) and setting not in ("n inverted", "n covered")
 
 
 def has_verdict(setting: str) -> bool:
@@ -54,6 +55,11 @@ def final() -> Iterator[tuple[str, str, int]]:
                 yield from ((setting, arm, seed) for arm in ("uniform", *ARMS))
                 if has_wrong_source(setting) and best_oracle(setting) < 1:
                     yield setting, oracle(best_oracle(setting)), seed
+    for seed in range(5):
+        for setting in UNSEEN:
+            yield from ((setting, arm, seed) for arm in ("uniform", "default"))
+            if has_wrong_source(setting):
+                yield setting, oracle(0.0), seed
 
 
 def best_oracle(setting: str) -> float:

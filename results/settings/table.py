@@ -43,6 +43,11 @@ WORDS = {
     "k text and garbage": "eight domains of text, and bytes in random order; a small GPT",
     "l text": "the eight domains alone",
     "m five named": "clean, half wrong, blurred, imbalanced, duplicates",
+    "n cats and dogs": "one of ten in which cats are called dogs, and dogs cats",
+    "n other images": "one of ten with images of CIFAR-100, ten classes under each label",
+    "n hundred classes": "CIFAR-100, one of ten with 40% random labels",
+    "n inverted": "three of ten with inverted colours, labels right",
+    "n covered": "three of ten with a covered middle, labels right",
 }
 LEARNED = tuple(ARMS)
 
