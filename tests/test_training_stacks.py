@@ -1,6 +1,7 @@
 """Whatever a training loop does, rewards are those of the plain loop, or there is an error that says what to do."""
 
 import copy
+import gc
 import pickle
 
 import pytest
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import inloop
 from inloop import InLoop, MixturePolicy
 from inloop.errors import UsageError, VerificationError
 from tests.learners import make_learner
@@ -412,6 +414,24 @@ def test_moving_a_model_to_another_type_between_steps():
 # ------------------------------------------------------------------ compiled models
 
 
+class Positions(nn.Module):
+    """Looks up positions that all examples share."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.positions, self.head = nn.Embedding(6, 8), nn.Embedding(4, 8), nn.Linear(8, 6)
+
+    def forward(self, x):
+        return self.head(self.tokens(x) + self.positions(torch.arange(x.shape[1])))
+
+
+def rewards_of_one_step(model, x):
+    model.zero_grad()
+    with inloop.capture(model) as tape:
+        F.cross_entropy(model(x).flatten(0, 1), x.flatten()).backward()
+    return tape.align({name: torch.ones_like(p) for name, p in model.named_parameters()})
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 class TestCompiledModels:
@@ -438,11 +458,58 @@ class TestCompiledModels:
         model = torch.compile(make_net(), backend=backend)
         model(torch.randn(8, 6, dtype=torch.float64)).sum().backward()
         model.zero_grad()
-        with pytest.raises(UsageError, match=r"torch.compiler.reset\(\)"):
-            Loop(model).run(plain_step)
-        torch.compiler.reset()
-        model.load_state_dict(torch.compile(make_net()).state_dict())
         assert Loop(model).run(plain_step) == pytest.approx(expected, rel=1e-9)
+
+    def test_shared_positions_looked_up_inside(self, backend):
+        """The compiler fails on this model, if it traces hooks and a function mode together."""
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Positions().double()
+        x = torch.randint(6, (5, 4))
+        expected = rewards_of_one_step(model, x)
+        assert torch.equal(rewards_of_one_step(torch.compile(model, backend=backend), x), expected)
+
+    def test_evaluation_stays_compiled_in_one_graph(self, backend, recwarn):
+        torch._dynamo.reset()
+        graphs = []
+        loop = Loop()
+        compiled = torch.compile(loop.model, backend=lambda graph, _: graphs.append(graph) or graph.forward)
+        x = torch.randn(8, 6, dtype=torch.float64)
+        loop.run(lambda loop, x, y: plain_step(loop, x, y, compiled))
+        assert not graphs
+        with torch.no_grad():
+            out = compiled(x)
+        assert len(graphs) == 1
+        loop.learner.sample(8)
+        with loop.learner.paused(), torch.no_grad():
+            assert torch.equal(compiled(x + 1), loop.model(x + 1))
+        assert len(graphs) == 1
+        loop.learner.close()
+        torch.testing.assert_close(out, loop.model(x))
+        assert not [warning for warning in recwarn if "orrectness" in str(warning.message)]
+
+    def test_the_last_recording_ends_uncompiled_execution(self, backend):
+        torch._dynamo.reset()
+        models = [make_net(), make_net()]
+        compiled = torch.compile(lambda x: torch.compiler.is_compiling(), backend=backend)
+        with inloop.capture(models[0]):
+            with inloop.capture(models[1]):
+                assert not compiled(torch.zeros(1))
+            assert not compiled(torch.zeros(1))
+        assert compiled(torch.zeros(1))
+        forgotten = InLoop(models[0], MixturePolicy(2))
+        forgotten.sample(2)
+        assert not compiled(torch.zeros(1))
+        del forgotten
+        gc.collect()
+        assert compiled(torch.zeros(1))
+
+    def test_a_compiled_loop_around_the_learner_is_refused(self, backend):
+        torch._dynamo.reset()
+        loop = Loop()
+        step = torch.compile(lambda: loop.learner.sample(8), backend=backend)
+        with pytest.raises(UsageError, match="compile the model"):
+            step()
 
     def test_with_a_bare_parameter(self, backend):
         torch._dynamo.reset()

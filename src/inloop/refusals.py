@@ -121,8 +121,7 @@ def refuse_missing_gradients(tape: Tape | None, gradients: Direction, norm: floa
     if tape is not None and not recorded:
         raise UsageError(
             "No layer of the model took part in a recorded forward and backward pass since the last step. Fix: run both "
-            "between learner.sample(n) and learner.step(loss), outside learner.paused(), on the model that the learner has. If it "
-            "is compiled and was run before the learner was made, call torch.compiler.reset() once: compiled code has no hooks."
+            "between learner.sample(n) and learner.step(loss), outside learner.paused(), on the model that the learner has."
         )
 
 

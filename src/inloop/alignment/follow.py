@@ -26,7 +26,8 @@ from inloop.alignment.call import Layouts, original_type
 from inloop.alignment.kept import tensors_in
 from inloop.alignment.operation import Recipe, Use, Value, first_length, is_in_place, is_random_factory
 from inloop.alignment.plan import Plan
-from inloop.hooks import Hook, not_compiled
+from inloop.hooks import Hook
+from inloop.uncompiled import not_compiled
 
 Record = Callable[[Use], None]
 

@@ -42,7 +42,8 @@ from inloop.alignment.probe import layouts_of
 from inloop.alignment.tape import Reduction, Retention, Tape
 from inloop.distributed import is_sharded
 from inloop.errors import UnsupportedLayerError
-from inloop.hooks import Hook, not_compiled, remove_all
+from inloop.hooks import Hook, remove_all
+from inloop.uncompiled import not_compiled, run_compiled_again, run_uncompiled
 
 _MOST_SHAPES = 1000  # to remember the decisions for, per layer: sequences may have any length
 
@@ -84,6 +85,7 @@ class Recorder:
         handles: list[RemovableHandle] = []
         # Hooks refer to the recorder weakly, so a forgotten recorder takes its hooks along.
         self.remove_hooks = weakref.finalize(self, remove_all, handles)
+        weakref.finalize(self, run_compiled_again, id(self))
         for site in plan.sites:
             runs_again = site.rule is None
             if runs_again:
@@ -148,6 +150,7 @@ class Recorder:
         if self._not_followed:
             self._follow_gradients()
         one_pass = self.early is not None and self.early.state == "on"
+        run_uncompiled(id(self))
         self.tape = Tape(self.plan, reduction, self.retain, one_pass, known)
         return self.tape
 
@@ -161,6 +164,7 @@ class Recorder:
                 remove_all(watch.handles)
                 self._watch = None
         self.tape = None
+        run_compiled_again(id(self))
         if watch is not None:
             watch.leave_model(entirely=True)  # hooks do not run after an interrupt
 
@@ -169,10 +173,13 @@ class Recorder:
         """Leave no trace of passes in this block."""
         tape, early, saw_gradient = self.tape, self.early, self.saw_gradient
         self.tape = self.early = None
+        run_compiled_again(id(self))
         try:
             yield
         finally:
             if not self._is_removed:
+                if tape is not None:
+                    run_uncompiled(id(self))
                 self.tape, self.early, self.saw_gradient = tape, early, saw_gradient
 
     def remove(self) -> None:
@@ -286,9 +293,7 @@ class AfterForward(_LayerHook):
         self._fused: dict[object, bool] = {}
 
     @not_compiled
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
-        """Record the call. ``rest`` is (kwargs, output); only the output in code compiled before there were hooks."""
-        kwargs, output = rest if len(rest) == 2 else ({}, *rest)
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         recorder, site = self.recorder(), self.site
         if recorder is None or recorder.tape is None:
             return None

@@ -33,7 +33,8 @@ from inloop.alignment.recorder import Recorder
 from inloop.alignment.tape import Tape, batch_sizes
 from inloop.alignment.verify import refuse_unseen_uses
 from inloop.errors import UnsupportedLayerError, UsageError
-from inloop.hooks import Hook, not_compiled, remove_all
+from inloop.hooks import Hook, remove_all
+from inloop.uncompiled import not_compiled
 
 _NUM_PARTS = 4  # of a batch, to run again one after the other
 _CANNOT_RUN = (RuntimeError, ValueError, IndexError, UnsupportedLayerError)

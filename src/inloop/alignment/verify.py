@@ -113,7 +113,7 @@ def _what_is_wrong(name: str, total: float, norm: float) -> str:
     if total == 0.0:
         cause = (
             "No recorded layer used it. Either it is used without calling its module (functional use of the weight), or the hooks "
-            "were lost (a model compiled before recording began). Fix: call the module, or leave the parameter out with layers=."
+            "did not run. Fix: call the module, or leave the parameter out with layers=."
         )
     else:
         cause = _CAUSES
