@@ -17,7 +17,7 @@ from inloop.alignment import Direction, Recording, Tape
 from inloop.alignment.plan import Plan
 from inloop.distributed import gather_numbers, is_distributed, is_sharded, own_part, whole
 from inloop.errors import BatchSizeError, UsageError
-from inloop.policies import Policy
+from inloop.policies import Policy, SourceInfo, source_policy
 from inloop.rewards import Reward
 from inloop.step import Draw
 from inloop.updates import Update
@@ -165,6 +165,7 @@ def _refuse_cleared_passes(tape: Tape) -> None:
 
 def _refuse_other_batch_sizes(tape: Tape, draws: Sequence[Draw]) -> None:
     """Raise unless there is one action for each example."""
+    tape.refuse_other_number()
     chosen, seen = [draw.num_examples for draw in draws], list(tape.batch_sizes().values())
     passes = max(tape.reached.values(), default=1)
     often = f" in {passes} backward passes" if passes > len(seen) else ""
@@ -227,6 +228,11 @@ def refuse_other_state(policy: Policy, update: Update, state: Mapping[str, Any],
         raise UsageError(
             f"The state is of a policy with {theirs}; this one, a {type(policy).__name__}, has {ours}. Fix: make the policy as it was when the "
             "state was saved."
+        )
+    names, own = state.get("statistics", {}).get("names"), getattr(source_policy(policy), "sources", None)
+    if names is not None and isinstance(own, SourceInfo) and names != own.names:
+        raise UsageError(
+            f"The state is of the sources {', '.join(names)}; the policy has {', '.join(own.names)}. Fix: give the same sources in the same order."
         )
     if state["update"].keys() != update.state_dict().keys():
         raise UsageError(

@@ -283,7 +283,7 @@ def test_trying_a_compiled_model_compiles_nothing():
     torch._dynamo.reset()
     graphs = []
     model = torch.compile(PositionsFirst(), backend=lambda graph, _: graphs.append(graph) or graph.forward)
-    layouts = layouts_of(model, ((torch.randn(6, 6, 4),), {}), make_plan(model))
+    layouts = layouts_of(model, "", ((torch.randn(6, 6, 4),), {}), make_plan(model))
     assert layouts[("_orig_mod.first", 0)].axis == 1
     assert not graphs
 

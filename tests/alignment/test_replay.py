@@ -165,8 +165,8 @@ def test_recomputing_checks_that_every_layer_sees_the_examples():
             return self.head(x + self.table(ids).mean(dim=0))
 
     model = Shared()
-    with inloop.capture(model, retain="recompute") as tape:
-        model(torch.randn(4, 3), torch.arange(6)).square().mean().backward()
+    with inloop.capture(model, retain="recompute", verify=False) as tape:
+        model(torch.randn(8, 3), torch.arange(6)).square().mean().backward()
     with pytest.raises(BatchSizeError, match="'table' saw 6 rows"):
         tape.align({name: parameter.grad for name, parameter in model.named_parameters()})
 
@@ -177,10 +177,9 @@ def test_a_model_that_returns_its_loss_cannot_be_recomputed():
             return super().forward(x).square().mean()
 
     model = nn.Sequential(WithLoss(3, 2))
-    with inloop.capture(model, retain="recompute") as tape:
+    recording = inloop.capture(model, retain="recompute")
+    with pytest.raises(UnsupportedLayerError, match="returned a scalar"), recording:
         model(torch.randn(4, 3)).backward()
-    with pytest.raises(UnsupportedLayerError, match="returned a scalar"):
-        tape.align({name: parameter.grad for name, parameter in model.named_parameters()})
 
 
 # ------------------------------------------------------------------ checkpointed modules: kept as their checkpoints are from the second step on

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from inloop import capture
+from inloop.alignment import verify
 from inloop.errors import VerificationError
 from tests.alignment.architectures import UnseenProduct
 from tests.alignment.exactness import labels, small_net, x
@@ -18,11 +19,45 @@ def test_a_penalty_in_the_loss_is_named():
     assert num_hooks(model) == 0
 
 
-def test_gradients_that_were_there_before_are_named():
+@pytest.mark.parametrize("cleared", ["", "set_to_none", "zeroed"])
+def test_gradients_that_were_there_before_do_not_count(cleared):
     model = small_net()
     model(x(5)).sum().backward()
-    with pytest.raises(VerificationError, match="zero_grad"), capture(model, verify=True):
+    with capture(model):
+        if cleared:
+            model.zero_grad(set_to_none=cleared == "set_to_none")
+        model(x(5)).square().sum().backward()
+    with pytest.raises(VerificationError, match="zero_grad"), capture(model):
         model(x(5)).sum().backward()
+        model[0].weight.grad.mul_(2)
+
+
+def test_a_recording_is_checked_unless_that_is_turned_off():
+    model = small_net()
+
+    def backward():
+        (model(x(5)).square().sum() + model[0].weight.square().sum()).backward()
+
+    with pytest.raises(VerificationError, match="0.weight"), capture(model):
+        backward()
+    with capture(model, verify=False):
+        backward()
+
+
+def test_all_parameters_are_looked_at_together_and_each_error_is_found(monkeypatch):
+    """One alignment accepts a right step; an error of a percent in any parameter is not accepted."""
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+    with capture(model) as tape:
+        model(x(5)).square().sum().backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    monkeypatch.setattr(verify, "_units", lambda *_: pytest.fail("looked at one by one"))
+    tape.verify(gradients)
+    monkeypatch.undo()
+    for name, gradient in gradients.items():
+        with pytest.raises(VerificationError, match=name):
+            tape.verify(gradients | {name: 1.01 * gradient})
+        with pytest.raises(VerificationError):
+            tape.verify({other: 1.01 * g if other == name else 0.99 * g for other, g in gradients.items()})
 
 
 def test_weights_used_where_nothing_can_be_seen_are_named():

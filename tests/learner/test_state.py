@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import inloop
 from inloop.errors import UsageError
 from tests.training import Run, make_sources, rewards_of
 
@@ -126,3 +127,14 @@ def test_the_state_of_another_update_rule_is_refused():
     run = Run().train(3)
     with pytest.raises(UsageError, match="of another update rule than NoUpdate"):
         Run(update=False).learner.load_state_dict(run.learner.state_dict())
+
+
+def test_a_state_of_other_sources_is_refused_by_their_names():
+    def learner(names):
+        mixture = inloop.Mixture({name: (torch.randn(6, 4), torch.zeros(6).long()) for name in names})
+        return inloop.InLoop(torch.nn.Linear(4, 3), inloop.MixturePolicy(mixture))
+
+    state = learner(["web", "books"]).state_dict()
+    learner(["web", "books"]).load_state_dict(state)
+    with pytest.raises(UsageError, match="sources web, books; the policy has books, web"):
+        learner(["books", "web"]).load_state_dict(state)

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import inloop
 from inloop import refusals
 from inloop.alignment.oracles import align_by_loss
 from inloop.errors import UsageError
@@ -141,3 +142,19 @@ def test_a_held_out_reference_restores_buffers_that_it_has_changed_and_writes_no
     assert not torch.equal(during[-1], net.norm.running_mean)
     assert torch.equal(net.norm.running_mean, plain.model.norm.running_mean)
     assert net.norm.num_batches_tracked == 4
+
+
+def test_a_held_out_loss_of_another_model_is_refused():
+    model, other, x = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2), torch.randn(4, 3)
+    learner = inloop.InLoop(model, inloop.MixturePolicy(2), reference=lambda: other(x).square().mean())
+
+    def step():
+        learner.sample(4)
+        loss = model(x).square().mean()
+        loss.backward()
+        learner.step(loss)
+        model.zero_grad()
+
+    step()
+    with pytest.raises(UsageError, match="does not depend on the learner's model"):
+        step()

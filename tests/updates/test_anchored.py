@@ -155,6 +155,10 @@ def test_the_lowest_odds():
     assert odds == pytest.approx(torch.tensor(LOWEST).exp().item(), rel=0.05)
 
 
+def nothing():
+    return torch.zeros(3, dtype=torch.bool)
+
+
 class Known:
     """Of three sources the first surprises the model, and the second does not learn."""
 
@@ -166,13 +170,37 @@ class Known:
     def not_learning(self):
         return torch.tensor([False, True, False])
 
+    def stagnant(self):
+        return torch.tensor([False, True, False])
+
 
 @pytest.mark.parametrize(("reference", "moves"), [(Next(), False), (HeldOut(lambda: torch.zeros(())), True)])
 def test_where_logits_are_told_only_held_out_rewards_count(reference, moves):
     game = Game([0.0, 0.0, -2.0], reference=reference)
     game.rule.sources = Known()
-    game.rule.sources.surprising = game.rule.sources.not_learning = lambda: torch.zeros(3, dtype=torch.bool)
+    game.rule.sources.surprising = game.rule.sources.not_learning = game.rule.sources.stagnant = nothing
     assert (float(game.play(100)[2]) < 0.1) == moves
+
+
+@pytest.mark.parametrize(("is_stagnant", "moves"), [(True, True), (False, False)])
+def test_where_logits_are_told_rewards_lower_only_sources_that_have_not_learned(is_stagnant, moves):
+    """Bytes that are drawn alike surprise nobody, once the model expects them, and their loss equals a constant prediction's."""
+    game = Game([0.0, 0.0, -2.0])
+    game.rule.sources = known = Known()
+    known.surprising = known.not_learning = nothing
+    known.stagnant = lambda: torch.tensor([False, False, is_stagnant])
+    assert (float(game.play(100)[2]) < 0.1) == moves
+
+
+@pytest.mark.parametrize(("reward", "share"), [(2.0, 0.5), (-2.0, 0.05)])
+def test_a_judge_that_is_not_training_data_decides(reward, share):
+    """It raises a source whose labels surprise the model, or that does not learn."""
+    for which in ("surprising", "not_learning"):
+        game = Game([0.0, 0.0, reward], reference=HeldOut(lambda: torch.zeros(())))
+        game.rule.sources = known = Known()
+        known.surprising = known.not_learning = known.stagnant = nothing
+        setattr(known, which, lambda: torch.tensor([False, False, True]))
+        assert float(game.play(100)[2]) == pytest.approx(share, abs=0.05)
 
 
 @pytest.mark.parametrize("reference", [Next(), Trail()])
@@ -196,7 +224,7 @@ def test_labels_that_are_told_are_about_mixtures_only(factor):
     policy = inloop.Product({"source": MixturePolicy(3), "operation": inloop.Categorical(3)})
     rule = Anchored()
     known = Known()
-    known.surprising = known.not_learning = lambda: torch.zeros(3, dtype=torch.bool)
+    known.surprising = known.not_learning = known.stagnant = nothing
     rule.attach(policy, GradientAlignment(), Next(), known)
     generator = torch.Generator().manual_seed(0)
     for _ in range(100):

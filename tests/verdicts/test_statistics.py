@@ -213,6 +213,9 @@ def test_constant_losses():
         ((torch.zeros(2), 0.5), None),
         ((torch.zeros(2), torch.zeros(2)), None),
         (torch.zeros(2), None),
+        ((torch.tensor([4, 5]),), [4, 5]),
+        ({"input_ids": [1, 2]}, [1, 2]),
+        ((torch.zeros(2, 2, dtype=torch.uint8),), None),  # an image
         ((torch.zeros(2), "cat"), None),
     ],
 )

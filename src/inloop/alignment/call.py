@@ -52,6 +52,7 @@ class Layout:
 
 
 PLAIN = Layout()
+ALL_ROWS_OF_ONE = Layout(folded=True)  # of a batch of one example
 
 # The key is the module's name and the output's index, or the key of an operation.
 Layouts = Mapping[tuple[str, int], Layout]

@@ -1,19 +1,21 @@
 """Record one step of a model: the options, :func:`capture` for users, and the recorder for learners."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
-from inloop.alignment.direction import gradients_of
+from inloop.alignment.direction import Direction, gradients_of
 from inloop.alignment.plan import LayerFilter, make_plan
+from inloop.alignment.probe import layouts_of
 from inloop.alignment.recorder import Recorder
 from inloop.alignment.replay import model_call, whole_site, with_segments
 from inloop.alignment.tape import Reduction, Retention, Tape
 from inloop.distributed import is_sharded
-from inloop.errors import UsageError
+from inloop.errors import UsageError, VerificationError
 
 _RETENTIONS = {
     "exact": "tensors as they are",
@@ -36,7 +38,7 @@ class Recording:
             its parameters, and run the step again to align (exact, little memory, about one more forward and backward).
         verify: When to check that the examples add up to every ``p.grad``: True, always; False, never; "first", the
             first two times that a learner sees a kind of step (the second reveals gradients that were not cleared),
-            unless it is rewarded in part. :func:`capture` records a single step and checks it only with True.
+            unless it is rewarded in part. :func:`capture` records a single step and checks it, unless this is False.
     """
 
     reduction: Reduction = "mean"
@@ -69,8 +71,9 @@ def capture(model: nn.Module, record: Recording | None = None, **options: Any) -
 
     Raises:
         UnsupportedLayerError: If a layer with trainable parameters cannot be aligned exactly.
-        VerificationError: With ``verify=True``, if the recorded examples do not add up to a ``p.grad``, which must have
-            been empty before.
+        VerificationError: If the recorded examples do not add up to what the block has added to a ``p.grad``; not with
+            ``verify=False``.
+        BatchSizeError: If the layers saw another number of examples than the model was given.
 
     Example:
         >>> import torch
@@ -86,15 +89,31 @@ def capture(model: nn.Module, record: Recording | None = None, **options: Any) -
         raise UsageError(f"capture got {unknown[0]}=; allowed are {', '.join(allowed)}.")
     record = replace(record or Recording(), **options)
     recorder = make_recorder(model, record)
+    before = {name: g.clone() for name, g in gradients_of(model).items() if g is not None and record.verify}
     try:
         tape = recorder.start(record.reduction)
         yield tape
         recorder.stop()
-        if record.verify is True:
-            tape.verify(gradients_of(model))
+        if tape.seen:
+            tape.refuse_other_number()
+            if record.verify:
+                _verify(tape, gradients_of(model), before)
         tape.own_parameters()
     finally:
         recorder.remove()
+
+
+def _verify(tape: Tape, gradients: Direction, before: Direction) -> None:
+    """Verify the tape with what the block has added to gradients, which it may have cleared first."""
+    if any(g is not None and bool(g.any()) for g in before.values()):
+        with suppress(VerificationError):
+            tape.verify({name: _added(g, before.get(name)) for name, g in gradients.items()})
+            return
+    tape.verify(gradients)
+
+
+def _added(gradient: Tensor | None, before: Tensor | None) -> Tensor | None:
+    return gradient if gradient is None or before is None else gradient - before
 
 
 def make_recorder(model: nn.Module, record: Recording, segments: Iterable[str] = ()) -> Recorder:
@@ -111,4 +130,11 @@ def make_recorder(model: nn.Module, record: Recording, segments: Iterable[str] =
         plan = replace(plan, sites=(whole_site(model, plan),))
     elif not sharded:
         plan = with_segments(model, plan, segments, record.layers, record.batchnorm_affine)
-    return Recorder(model, plan, copy_inputs=record.copy_inputs, retain=record.retain, make_model_call=model_call)
+    return Recorder(
+        model,
+        plan,
+        copy_inputs=record.copy_inputs,
+        retain=record.retain,
+        make_model_call=model_call,
+        find_layouts=partial(layouts_of, plan=plan),
+    )

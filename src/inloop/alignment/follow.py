@@ -23,13 +23,15 @@ from torch.utils.hooks import RemovableHandle
 
 from inloop.alignment.black_box import random_state
 from inloop.alignment.call import Layouts, original_type
+from inloop.alignment.inputs import num_examples_of
 from inloop.alignment.kept import tensors_in
-from inloop.alignment.operation import Recipe, Use, Value, first_length, is_in_place, is_random_factory
+from inloop.alignment.operation import Recipe, Use, Value, is_in_place, is_random_factory
 from inloop.alignment.plan import Plan
 from inloop.hooks import Hook
 from inloop.uncompiled import not_compiled
 
 Record = Callable[[Use], None]
+FindLayouts = Callable[[nn.Module, str, Any], Layouts | None]
 
 
 class Constant:
@@ -239,17 +241,22 @@ def _with_slots(recipe: Recipe, slot: Callable[[Tensor], Value], names: dict[str
 class Watch:
     """Watches the forward passes of a model by hooks, each pass with a :class:`Tracer`.
 
+    A pass is a call of the model or, if a method of the model calls its parts, of the outermost part with layers below it.
+
     Args:
         is_active: Returns whether to watch passes now.
         record: Called with each use of parameters outside of layer calls, the parameters by name, and a key for it that
             is the same in every pass.
-        find_layouts: Returns where the examples are in the outputs of a model with these inputs; None if that is known.
+        find_layouts: Takes the model, the name of the part that is called, and its inputs. Returns where the examples
+            are in the layers' outputs, or None if that cannot be found out yet. Not needed if it is known.
 
     Attributes:
         is_needed: Whether every pass must be watched: one showed a parameter outside of layer calls, or examples that
             are not on the first axis.
+        knows_layouts: Whether ``layouts`` was found out.
         layouts: Where the examples are in the layers' outputs, if not on the first axis.
         num_examples: The number of examples of the pass, from its first input.
+        is_whole: Whether the pass is one of the model itself, whose first input has the examples.
     """
 
     def __init__(
@@ -258,11 +265,13 @@ class Watch:
         plan: Plan,
         is_active: Callable[[], bool],
         record: Callable[[Use, dict[str, Tensor], tuple[str, int]], None],
-        find_layouts: Callable[[nn.Module, Any], Layouts] | None = None,
+        find_layouts: FindLayouts | None = None,
     ) -> None:
         self.is_needed = bool(plan.bare)
+        self.knows_layouts = find_layouts is None
         self.layouts: Layouts = {}
         self.num_examples: int | None = None
+        self.is_whole = True
         self._plan, self._is_active, self._record, self._find_layouts = plan, is_active, record, find_layouts
         self._tracer: Tracer | None = None
         self._depth = 0
@@ -279,7 +288,10 @@ class Watch:
         for module in model.modules():
             if original_type(module) is not type(module):  # sharded: after the hook that gathers its parameters
                 self.handles.append(module.register_forward_pre_hook(_Tell(self, Watch.parameters_changed)))
-        self._hook(model, Watch.enter_model, Watch.leave_model)
+        inside = {id(module) for site in plan.sites for module in site.module.modules()}
+        for name, module in model.named_modules():
+            if not name or (module._modules and id(module) not in inside):
+                self._hook(module, partial(_enter_model, model, name), Watch.leave_model)
 
     def _hook(self, module: nn.Module, enter: Callable[..., Any], leave: Callable[..., Any]) -> None:
         self.handles.append(module.register_forward_pre_hook(_Tell(self, enter), prepend=True, with_kwargs=True))
@@ -290,19 +302,26 @@ class Watch:
         """Whether the running layer was called without data, so that its operations are recorded in its place."""
         return bool(self._layers) and not self._layers[-1]
 
-    def enter_model(self, model: nn.Module, *inputs: Any) -> None:
+    @property
+    def is_running(self) -> bool:
+        return self._tracer is not None
+
+    def enter_model(self, model: nn.Module, part: str, inputs: Any) -> None:
         if not torch.is_grad_enabled():
             return
         if self._tracer is not None:
-            self._depth += 1  # the model calls itself
+            self._depth += 1
         if self._tracer is not None or not self._is_active():
             return
-        if self._find_layouts is not None:
-            self.layouts = self._find_layouts(model, inputs)
-            self.is_needed |= bool(self.layouts)  # reading them takes the number of examples of each pass
+        if part and torch._C._current_graph_task_id() != -1:
+            return  # a checkpoint runs it again
+        self.num_examples, self.is_whole = num_examples_of(inputs), not part
+        if self._find_layouts is not None and (found := self._find_layouts(model, part, inputs)) is not None:
+            self.layouts = {**self.layouts, **found} if part else found
+            self.knows_layouts = True
+            self.is_needed |= bool(found)  # reading them takes the number of examples of each pass
         self._names.clear()
         self.parameters_changed()
-        self.num_examples = first_length(inputs)
         self._num_uses.clear()
         self._tracer = Tracer(model, partial(self._name_of, model), self.num_examples, self._use)
         self._tracer.__enter__()  # type: ignore[no-untyped-call]
@@ -356,6 +375,10 @@ class Watch:
         which = (*use.names, use.where)
         self._record(use, {name: self._parameters[name] for name in use.names}, (str(which), self._num_uses[which]))
         self._num_uses[which] += 1
+
+
+def _enter_model(model: nn.Module, part: str, watch: Watch, module: nn.Module, *inputs: Any) -> None:
+    watch.enter_model(model, part, inputs)
 
 
 def _enter_layer(name: str, counted: bool, watch: Watch, module: nn.Module, *inputs: Any) -> Any:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from inloop.alignment.black_box import BlackBoxCall, fingerprint, restore_random_state
 from inloop.alignment.call import Autocast, Layout
 from inloop.alignment.hooks import hook_gradient
-from inloop.alignment.kept import tensors_in, versions_of
+from inloop.alignment.kept import versions_of
 from inloop.alignment.tape import Tape
 from inloop.errors import UnsupportedLayerError
 
@@ -181,8 +181,3 @@ def is_random_factory(function: Callable[..., Any]) -> bool:
 
 
 _RANDOM = frozenset({torch.rand, torch.randn, torch.randint, torch.normal, torch.randperm})
-
-
-def first_length(inputs: Any) -> int | None:
-    """Return the number of rows of the first tensor among a model's inputs."""
-    return next((len(tensor) for tensor in tensors_in(inputs) if tensor.dim()), None)

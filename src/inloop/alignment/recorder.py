@@ -4,10 +4,10 @@ A forward pass under ``no_grad`` leaves nothing, and outside of a step hooks do 
 the user's modules; hooks in a copy of the model do nothing.
 """
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from inloop.alignment.black_box import BeforeCall, BlackBoxCall, RunAgain, fingerprint, random_state
 from inloop.alignment.call import (
+    ALL_ROWS_OF_ONE,
     PLAIN,
     Autocast,
     LayerCall,
@@ -33,17 +34,19 @@ from inloop.alignment.call import (
 )
 from inloop.alignment.direction import Direction
 from inloop.alignment.early import EarlyAlignment
-from inloop.alignment.follow import Watch
+from inloop.alignment.follow import FindLayouts, Watch
 from inloop.alignment.hooks import NODES, Exchange, Fused, Identity, hook_gradient
+from inloop.alignment.inputs import example_of_row
 from inloop.alignment.kept import tensors_in, versions_of
 from inloop.alignment.operation import Use, record_use
 from inloop.alignment.plan import Plan, Site
-from inloop.alignment.probe import layouts_of
 from inloop.alignment.tape import Reduction, Retention, Tape
 from inloop.distributed import is_sharded
 from inloop.errors import UnsupportedLayerError
 from inloop.hooks import Hook, remove_all
 from inloop.uncompiled import not_compiled, run_compiled_again, run_uncompiled
+
+log = logging.getLogger("inloop")
 
 _MOST_SHAPES = 1000  # to remember the decisions for, per layer: sequences may have any length
 
@@ -56,6 +59,7 @@ class Recorder:
     Args:
         make_model_call: Returns a function that makes the calls of a site with an inner plan (``replay.py``).
         layouts: Where the examples are in the outputs, if known.
+        find_layouts: Finds it out for a model and its inputs, if it is not known (``probe.py``).
 
     Attributes:
         early: Receives every gradient that arrives; None if nothing aligns early.
@@ -71,6 +75,7 @@ class Recorder:
         retain: Retention = "exact",
         make_model_call: MakeModelCall | None = None,
         layouts: Layouts | None = None,
+        find_layouts: FindLayouts | None = None,
     ) -> None:
         self.copy_inputs = copy_inputs
         self.retain: Retention = retain
@@ -102,9 +107,8 @@ class Recorder:
         self._follow_gradients()
         # Watch, unless the whole model is run again, until a step shows that there is no need.
         if not any(site.inner is not None and not site.name for site in plan.sites):
-            find = None if layouts is not None else partial(layouts_of, plan=plan)
             operations = _Operations(self)
-            self._watch = Watch(model, plan, operations.are_recorded, operations.record, find)
+            self._watch = Watch(model, plan, operations.are_recorded, operations.record, find_layouts)
             self._watch.layouts = self._layouts
             handles.extend(self._watch.handles)
 
@@ -114,6 +118,8 @@ class Recorder:
 
     def layout(self, site: Site, index: int, output: Tensor) -> Layout:
         """Return where the examples are in an output: as the probe found, or as the module declares."""
+        if self.has_one_example:
+            return ALL_ROWS_OF_ONE
         layouts = self._layouts if self._watch is None else self._watch.layouts
         found = layouts.get((site.name, index)) if layouts else None
         axis = site.batch_axis(index, output) if found is None and (index or site.sequence_first) else 0
@@ -127,6 +133,29 @@ class Recorder:
     def num_examples(self) -> int | None:
         """The number of examples of the running pass, if it is watched."""
         return None if self._watch is None else self._watch.num_examples
+
+    @property
+    def has_one_example(self) -> bool:
+        """Whether the running pass of the model has one example, whose all rows then are."""
+        return self._watch is not None and self._watch.num_examples == 1 and self._watch.is_whole
+
+    def note_pass(self, name: str, output: Tensor) -> None:
+        """Note how many examples the model was given; warn of a layer whose examples cannot be told from positions."""
+        watch, tape = self._watch, self.tape
+        assert tape is not None
+        if watch is None:
+            return
+        if watch.is_whole and watch.num_examples is not None:
+            tape.given[tape.batch] = watch.num_examples
+        if not watch.knows_layouts and watch.num_examples is None and output.shape[:1] == output.shape[1:2]:
+            log.warning(
+                "inloop: layer '%s', with an output of shape %s, was called by itself and not by the model's forward pass. Its examples are taken to be "
+                "on the first axis; if they are on the second, rewards are wrong. Fix: call the model, or a part of it that has this layer, and compare "
+                "with inloop.check (shown once)",
+                name,
+                tuple(output.shape),
+            )
+            watch.knows_layouts = True
 
     @property
     def follows_operations(self) -> bool:
@@ -159,7 +188,7 @@ class Recorder:
         watch = self._watch
         if self.tape is not None:
             self.tape.close()
-            if watch is not None and self.tape.seen and not watch.is_needed:
+            if watch is not None and self.tape.seen and not watch.is_needed and watch.knows_layouts:
                 self._layouts = watch.layouts
                 remove_all(watch.handles)
                 self._watch = None
@@ -221,7 +250,7 @@ class _Operations:
     def record(self, use: Use, parameters: dict[str, Tensor], key: tuple[str, int]) -> None:
         recorder = self._recorder()
         if recorder is not None and recorder.tape is not None:
-            layout = recorder.layouts.get(key, PLAIN)
+            layout = ALL_ROWS_OF_ONE if recorder.has_one_example else recorder.layouts.get(key, PLAIN)
             record_use(recorder.tape, use, parameters, layout, recorder.num_examples)
 
 
@@ -314,6 +343,7 @@ class AfterForward(_LayerHook):
         if not trainable or not any([out.requires_grad for out in outputs]):
             return None
         self._refuse_unbatched(module, args, kwargs)
+        recorder.note_pass(site.name, outputs[0])
         if state is not None:
             return self._wait_to_run_again(recorder, module, (args, kwargs), output, trainable, state)
         call = self._layer_call(recorder, module, (args, kwargs), outputs[0], trainable)
@@ -369,8 +399,8 @@ class AfterForward(_LayerHook):
         layout = recorder.layout(self.site, index, out)
         whose = layout.example_of_row(out, recorder.num_examples) if layout is not PLAIN and out.dim() else None
         if index == 0 and type(args) is tuple and not all([type(value) is Tensor for value in args]):
-            packed = _example_of_row(args)
-            whose = whose if packed is None else packed
+            packed = next((value for value in args if isinstance(value, PackedSequence)), None)
+            whose = whose if packed is None else example_of_row(packed)
         return call if layout is PLAIN and index == 0 and whose is None else call.placed(index, layout.axis, whose)
 
     def _can_fuse(self, call: LayerCall, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> bool:
@@ -479,12 +509,3 @@ class AfterForward(_LayerHook):
             )
         if args and args[0] is tensors[0]:
             self._batched_dims.add(args[0].dim())
-
-
-def _example_of_row(inputs: tuple[Any, ...]) -> Tensor | None:
-    """Return the example of each row of a packed sequence: every position has the long enough ones, longest first."""
-    packed = next((value for value in inputs if isinstance(value, PackedSequence)), None)
-    if packed is None:
-        return None
-    ranks = torch.cat([torch.arange(int(count)) for count in packed.batch_sizes]).to(packed.data.device)
-    return ranks if packed.sorted_indices is None else packed.sorted_indices[ranks]

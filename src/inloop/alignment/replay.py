@@ -25,8 +25,8 @@ from torch.utils.hooks import RemovableHandle
 
 from inloop.alignment.black_box import RunAgain, graph_of
 from inloop.alignment.call import LayerCall, Layouts, Recorded, make_twin
+from inloop.alignment.inputs import num_examples_of
 from inloop.alignment.kept import Kept, tensors_in
-from inloop.alignment.operation import first_length
 from inloop.alignment.plan import LayerFilter, Plan, Site, as_predicate, make_plan
 from inloop.alignment.probe import layouts_of
 from inloop.alignment.recorder import Recorder
@@ -99,7 +99,8 @@ class ModelCall(RunAgain):
 
     def _layouts(self) -> Layouts:
         model = self.model()
-        return {} if model is None else layouts_of(model, (self.args, self.kwargs), self.plan)
+        found = None if model is None else layouts_of(model, "", (self.args, self.kwargs), self.plan)
+        return found or {}
 
 
 def model_call(site: Site) -> Callable[..., ModelCall]:
@@ -142,7 +143,7 @@ def _parts(call: ModelCall, tried: Sequence[slice]) -> list[ModelCall]:
     Args:
         tried: The slices of examples to test this with.
     """
-    coupled = any(isinstance(module, _BatchNorm) and module.training for module in call.layer.modules())
+    coupled = any(_mixes_examples(module) for module in call.layer.modules())
     plain = call.batch_axis == 0 and call.example_of_row is None
     slices = _slices(call)
     if coupled or call.random_state or not plain or len(slices) < 2:
@@ -150,6 +151,12 @@ def _parts(call: ModelCall, tried: Sequence[slice]) -> list[ModelCall]:
     if not all(_can_be_divided(call, some) for some in tried):
         return [call]
     return [_examples(call, some) for some in slices]
+
+
+def _mixes_examples(module: nn.Module) -> bool:
+    """Whether a part of the batch alone gives other gradients; the outputs may be the same."""
+    is_batchnorm = isinstance(module, _BatchNorm) and module.training
+    return is_batchnorm or bool(getattr(module, "scale_grad_by_freq", False))
 
 
 def _can_be_divided(call: ModelCall, tried: slice) -> bool:
@@ -250,7 +257,7 @@ class SegmentFinder:
     def note(self, name: str, inputs: Any) -> None:
         tensors = tensors_in(inputs)
         given_parameters = any(isinstance(tensor, nn.Parameter) for tensor in tensors)
-        self._first_lengths[name] = None if given_parameters else first_length(inputs)
+        self._first_lengths[name] = None if given_parameters else num_examples_of(inputs)
 
     def segments(self, tape: Tape) -> list[str]:
         """Return the outermost noted modules, if examples are on the first axis in and around them.

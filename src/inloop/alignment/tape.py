@@ -79,6 +79,7 @@ class Tape:
         self.calls: list[Kept] = []
         self.part: dict[int, Tensor] = {}
         self.batch = 0  # the micro-batch of forward passes now
+        self.given: dict[int, int] = {}  # how many examples the model was given, by micro-batch, where that is known
         self.running: dict[str, BeforeCall] = {}  # black boxes whose forward pass is running
         self.reached: Counter[str] = Counter()
         self.missed_a_pass = False
@@ -278,6 +279,18 @@ class Tape:
         if not self._is_open:
             self._sizes = sizes  # no more calls come, and calls aligned ahead leave
         return sizes
+
+    def refuse_other_number(self) -> None:
+        """Raise if the model was given more examples than its layers saw in one call, and called them as often as it takes."""
+        calls = Counter((call.batch, call.name) for call in self.seen)
+        for batch, size in self.batch_sizes().items():
+            given = self.given.get(batch, size)
+            often = max(count for (of_batch, _), count in calls.items() if of_batch == batch)
+            if given > size and often * size == given:
+                raise BatchSizeError(
+                    f"The model was given {given} examples, and its layers saw {size} at a time: they pass through it one after the other, and "
+                    "cannot be told apart. Fix: give the layers the whole batch at once."
+                )
 
     def verify(self, gradients: Direction) -> None:
         """Check ``sum_i c_i(p.grad) = ‖p.grad‖²`` for every parameter p; in several processes, for their mean.

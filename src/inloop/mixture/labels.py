@@ -27,12 +27,16 @@ def label_counts(source: Source) -> Tensor | None:
     return counts if len(counts) else None
 
 
+def _is_text(part: Any) -> bool:
+    return isinstance(part, Tensor) and part.dim() > 0 and part.dtype in (torch.int64, torch.int32)
+
+
 def label_of(example: Any) -> Tensor | None:
-    """The integer label or labels of an example; None if it has none."""
+    """The integer label or labels of an example; None if it has none. A text without labels is its own: a language model predicts it."""
     label = None
     if isinstance(example, dict):
-        label = next((example[name] for name in ("labels", "label") if name in example), None)
-    elif isinstance(example, (tuple, list)) and len(example) > 1:
+        label = next((example[name] for name in ("labels", "label", "input_ids") if name in example), None)
+    elif isinstance(example, (tuple, list)) and example and (len(example) > 1 or _is_text(example[0])):
         label = example[-1]
     if isinstance(label, (bool, float)) or label is None:
         return None

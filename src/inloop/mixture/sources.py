@@ -179,4 +179,4 @@ def as_source(name: str, source: object, passes: torch.Generator | None) -> Sour
     return IndexedSource(source, passes)
 
 
-_ALLOWED = "Allowed are a map-style dataset (with [index] and len), a tuple of tensors, as (x, y), and an iterable of examples."
+_ALLOWED = "Allowed are a map-style dataset (with [index] and len), a tuple of tensors, as (x, y) or (ids,), and an iterable of examples."

@@ -79,6 +79,10 @@ def _evaluate(model: nn.Module, held_out_loss: HeldOutLoss, with_gradient: bool)
             raise UsageError(
                 "A held-out reference needs gradients on the side, which a reentrant checkpoint does not give. Fix: use_reentrant=False."
             ) from error
+    if gather_numbers(all(gradient is None for gradient in gradients)).all():
+        raise UsageError(
+            "The loss that the reference function returned does not depend on the learner's model. Fix: compute it with that model."
+        )
     return Judge(average_gradient(dict(zip(named, gradients, strict=True))), mean_loss)
 
 

@@ -160,9 +160,11 @@ class Anchored(Update):
     def _shift_of_sources(self, shift_K: Tensor, sources: KnownSources) -> Tensor:
         """The shift of the sources' scores, from that by rewards and what is known of the sources."""
         if sources.labels_are_told and self.reference.is_training_data:
-            shift_K = torch.zeros_like(shift_K)
-        shift_K = torch.where(sources.surprising(), shift_K.clamp_max(LOWEST_OF_SURPRISING), shift_K)
-        return torch.where(sources.not_learning(), LOWEST, shift_K)
+            shift_K = torch.where(sources.stagnant(), shift_K, 0.0)  # a source that learns is at most different
+        is_raised_K = shift_K > 0  # by a judge that is not training data, which decides
+        lowered_K = torch.where(sources.surprising(), shift_K.clamp_max(LOWEST_OF_SURPRISING), shift_K)
+        lowered_K = torch.where(sources.not_learning(), LOWEST, lowered_K)
+        return torch.where(is_raised_K, shift_K, lowered_K)
 
     def _set(self, values: Tensor) -> bool:
         parts = values.split([parameter.numel() for parameter in self._parameters])

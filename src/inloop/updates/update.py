@@ -23,6 +23,9 @@ class KnownSources(Protocol):
     def not_learning(self) -> Tensor:
         """Which sources certainly do not learn while most others do."""
 
+    def stagnant(self) -> Tensor:
+        """Which sources have not certainly learned anything yet, though most others have."""
+
     def surprising(self) -> Tensor:
         """Which sources have labels that certainly surprise the model."""
 

@@ -73,6 +73,7 @@ def told_by(losses: Tensor | None, logits: Tensor | None, labels: Tensor | None,
     if logits is None or labels is None:
         missing = "logits" if logits is None else "labels"
         raise UsageError(f"learner.step was given no {missing}=. Fix: give logits= and labels= together, or neither.")
+    logits, labels = torch.as_tensor(logits), torch.as_tensor(labels)
     classes = labels.detach().cpu()
     _refuse_other_shapes(logits, classes, num_examples)
     own_N, expected_N = losses_and_expected(logits.detach(), labels.detach())

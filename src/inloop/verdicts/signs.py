@@ -14,7 +14,7 @@ from inloop.policies import SourceInfo
 from inloop.verdicts.excess import Told
 from inloop.verdicts.labels import LabelMeans
 from inloop.verdicts.losses import FIRST_EXAMPLES, RecentMeans, SourceLosses, constant_losses
-from inloop.verdicts.verdict import LossEvidence, is_above, is_below
+from inloop.verdicts.verdict import LEAST_ENTROPY, LossEvidence, is_above, is_below
 
 FAR_BELOW = 0.85  # times the loss of a constant prediction
 EXCESS = 0.1  # above 0: in nats, and as a share of the loss that the model expects
@@ -79,6 +79,13 @@ class Signs:
         constant_K = torch.maximum(*self._constant_losses())
         above_K = is_above(self.losses.mean_K, self.losses.error(self._sizes_K), constant_K)
         return above_K & (self.losses.number_K >= FIRST_EXAMPLES) & self._others_learned_much()
+
+    def stagnant(self) -> Tensor:
+        """The sources whose loss is not certainly below that of their own constant prediction while most others have learned much, [K]."""
+        own_K, _ = self._constant_losses()
+        learns_K = is_below(self.losses.mean_K, self.losses.error(self._sizes_K), own_K)
+        known_K = (own_K > LEAST_ENTROPY) & (self.losses.number_K >= FIRST_EXAMPLES)
+        return known_K & ~learns_K & self._others_learned_much()
 
     def surprising(self) -> Tensor:
         """The sources whose labels certainly surprise the model, more than it expects and more than those of the other sources do, [K]."""

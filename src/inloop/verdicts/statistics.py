@@ -119,6 +119,10 @@ class SourceStatistics:
         """The sources that certainly do not learn while most others have learned much, [K]."""
         return self.signs.not_learning()
 
+    def stagnant(self) -> Tensor:
+        """The sources whose loss is not certainly below that of a constant prediction while most others have learned much, [K]."""
+        return self.signs.stagnant()
+
     def surprising(self) -> Tensor:
         """The sources whose labels certainly surprise the model, [K]."""
         return self.signs.surprising()
@@ -132,6 +136,7 @@ class SourceStatistics:
 
     def state_dict(self) -> dict[str, Any]:
         return {
+            "names": list(self.sources.names),
             "drawn": self.drawn_K.clone(),
             "shares": self.shares_K.clone(),
             "advantages": self.advantages.state_dict(),

@@ -1,0 +1,128 @@
+"""The inputs of a model: how many examples they hold, and copies of them in which some examples are exchanged.
+
+Inputs are nests of tuples, lists, mappings, dataclasses and other objects that hold tensors in attributes.
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+_NO_NESTS = (nn.Module, type, ModuleType, FunctionType, MethodType, str, bytes, torch.device, torch.dtype)
+
+
+def num_examples_of(inputs: Any) -> int | None:
+    """Return the number of examples of the first tensor, which its first axis counts; None without a tensor."""
+    return next((_count(part) for part in _tensors(inputs) if _count(part) is not None), None)
+
+
+def tensors_of(inputs: Any) -> list[Tensor]:
+    """Return all tensors; of a packed sequence its data."""
+    return [part.data if isinstance(part, PackedSequence) else part for part in _tensors(inputs)]
+
+
+def copied(inputs: Inputs) -> Inputs:
+    """Return a copy of everything, with tensors detached."""
+    args, kwargs = _map(_copied, inputs, {})
+    return args, kwargs
+
+
+def exchanged(inputs: Inputs, replaced_N: Tensor, squares: bool = True) -> Inputs:
+    """Return a copy in which each replaced example equals the one before it in the batch.
+
+    Examples of a packed sequence have different lengths. There a replaced one has other values instead.
+
+    Args:
+        replaced_N: Marks the examples to replace.
+        squares: Also replace in tensors of shape [N, N], which may be masks over positions.
+    """
+    n = len(replaced_N)
+
+    def exchange(part: Any) -> Any:
+        if isinstance(part, PackedSequence):
+            return _exchanged_packed(part, replaced_N) if _count(part) == n else _copied(part)
+        if not part.dim() or len(part) != n or (part.shape == (n, n) and not squares):
+            return _copied(part)
+        rows = replaced_N.to(part.device).view(-1, *[1] * (part.dim() - 1))
+        return torch.where(rows, part.roll(1, 0), part).detach()
+
+    args, kwargs = _map(exchange, inputs, {})
+    return args, kwargs
+
+
+def example_of_row(packed: PackedSequence) -> Tensor:
+    """Return the example of each row of a packed sequence: every position has the long enough ones, longest first."""
+    ranks = torch.cat([torch.arange(int(count)) for count in packed.batch_sizes]).to(packed.data.device)
+    return ranks if packed.sorted_indices is None else packed.sorted_indices[ranks]
+
+
+def _exchanged_packed(packed: PackedSequence, replaced_N: Tensor) -> PackedSequence:
+    data = packed.data.detach()
+    rows = replaced_N.to(data.device)[example_of_row(packed)].view(-1, *[1] * (data.dim() - 1))
+    return packed._replace(data=torch.where(rows, data.flip(0), data))
+
+
+def _copied(part: Any) -> Any:
+    if isinstance(part, PackedSequence):
+        return part._replace(data=part.data.detach().clone())
+    return part.detach().clone()
+
+
+def _count(part: Tensor | PackedSequence) -> int | None:
+    if isinstance(part, PackedSequence):
+        return int(part.batch_sizes[0])
+    return len(part) if part.dim() else None
+
+
+def _tensors(inputs: Any) -> list[Any]:
+    """Return the tensors and packed sequences of a nest in their order."""
+    found: list[Any] = []
+    seen: set[int] = set()
+    nodes = [inputs]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, Tensor | PackedSequence):
+            found.append(node)
+        elif id(node) not in seen:
+            seen.add(id(node))
+            nodes.extend(reversed(_children(node).values()))
+    return found
+
+
+def _map(change: Callable[[Any], Any], node: Any, known: dict[int, Any]) -> Any:
+    """Return a copy of a nest with ``change`` applied to its tensors; ``known`` has the copies of objects so far."""
+    if isinstance(node, Tensor | PackedSequence):
+        return change(node)
+    if id(node) in known:
+        return known[id(node)]
+    if not _tensors(node):
+        return copy.deepcopy(node)
+    if isinstance(node, tuple | list):
+        values = [_map(change, child, known) for child in node]
+        return type(node)(*values) if hasattr(node, "_fields") else type(node)(values)
+    known[id(node)] = new = copy.copy(node)
+    for key, child in _children(node).items():
+        if isinstance(node, Mapping):
+            new[key] = _map(change, child, known)
+        else:
+            object.__setattr__(new, key, _map(change, child, known))
+    return new
+
+
+def _children(node: Any) -> dict[Any, Any]:
+    if isinstance(node, tuple | list):
+        return dict(enumerate(node))
+    if isinstance(node, Mapping):
+        return dict(node)
+    if isinstance(node, _NO_NESTS):
+        return {}
+    if is_dataclass(node):
+        return {field.name: getattr(node, field.name) for field in fields(node)}
+    return vars(node) if hasattr(node, "__dict__") else {}
