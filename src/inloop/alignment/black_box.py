@@ -13,7 +13,7 @@ the module. If an operation has no second derivative, one backward pass per exam
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,17 +21,23 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from inloop.alignment.call import Recorded
+from inloop.alignment.inputs import Inputs, have_objects, with_own_objects
 from inloop.alignment.kept import Kept, tensors_in
 from inloop.errors import UnsupportedLayerError
 
 
 @dataclass(frozen=True, slots=True)
 class BeforeCall:
-    """A module's state before its forward pass: a twin (parameters, buffers), the random state, the input versions."""
+    """A module's state before its forward pass: a twin (parameters, buffers), the random state, the input versions.
+
+    Attributes:
+        inputs: The inputs, if there are objects among them that the forward pass may change; else None.
+    """
 
     layer: nn.Module
     random_state: Mapping[str, Tensor]
     versions: tuple[int, ...]
+    inputs: Inputs | None
 
     def drawn_from(self) -> Mapping[str, Tensor]:
         """Return the random state if the forward pass has drawn random numbers since, else an empty dict."""
@@ -62,6 +68,12 @@ class RunAgain(Recorded):
 
     def tensors(self) -> list[Tensor]:
         return [*Recorded.tensors(self), *self.layer.parameters()]
+
+    def run(self, parameters: Mapping[str, Tensor], **attributes: object) -> Any:
+        args, kwargs = self.args, self.kwargs
+        if have_objects((args, kwargs)):
+            args, kwargs = with_own_objects((args, kwargs))
+        return Recorded.run(replace(self, args=args, kwargs=kwargs), parameters, **attributes)
 
     @contextmanager
     def randomness(self) -> Iterator[None]:

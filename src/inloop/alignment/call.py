@@ -37,11 +37,13 @@ class Layout:
     Attributes:
         folded: Whether each example has several rows on that axis.
         positions_first: For a folded axis, whether rows are ordered by position first, then by example.
+        shared: Whether the output belongs to no example: all share it, as a table of positions.
     """
 
     axis: int = 0
     folded: bool = False
     positions_first: bool = False
+    shared: bool = False
 
     def example_of_row(self, output: Tensor, num_examples: int | None) -> Tensor | None:
         """Return the example of each row; None if every row is an example."""
@@ -52,6 +54,7 @@ class Layout:
 
 
 PLAIN = Layout()
+SHARED = Layout(shared=True)
 ALL_ROWS_OF_ONE = Layout(folded=True)  # of a batch of one example
 
 # The key is the module's name and the output's index, or the key of an operation.

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from inloop.alignment.black_box import random_state
-from inloop.alignment.call import Layouts, original_type
+from inloop.alignment.call import SHARED, Layouts, original_type
 from inloop.alignment.inputs import num_examples_of
 from inloop.alignment.kept import tensors_in
 from inloop.alignment.operation import Recipe, Use, Value, is_in_place, is_random_factory
@@ -356,7 +356,8 @@ class Watch:
         tracer = self._tracer
         if tracer is None:
             return None
-        whole = not counted or tracer.has_data(inputs) or tracer.has_row_for_each_example(inputs)
+        is_shared = self.layouts.get((name, 0)) is SHARED
+        whole = not counted or (not is_shared and (tracer.has_data(inputs) or tracer.has_row_for_each_example(inputs)))
         self._layers.append(whole)
         if not whole:
             self.is_needed = True

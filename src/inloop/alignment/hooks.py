@@ -23,10 +23,11 @@ def hook_gradient(output: Tensor, waiting: Waiting) -> None:
     A tensor's hook sees the gradient of the value that the tensor has now, even if it changes in place afterwards. This
     fails for a view (Linear with a bias returns one for inputs with more than two axes): a change in place gives it a
     new history, without the hook. So a view's hook goes on its base and reads the view's part of the gradient. The view
-    must be the only one of its base that is used.
+    must be the only one of its base that is used. An expanded view cannot change in place, and its base has less rows.
     """
     base = output._base
-    if base is None:
+    is_expanded = any([stride == 0 and size > 1 for stride, size in zip(output.stride(), output.shape, strict=True)])
+    if base is None or is_expanded:
 
         def write(dout: Tensor) -> None:
             waiting.write(dout)

@@ -13,8 +13,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from inloop.alignment.kept import leaves_of
+
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
+_PLAIN = (
+    Tensor,
+    PackedSequence,
+    str,
+    bytes,
+    bool,
+    int,
+    float,
+    complex,
+    type(None),
+    torch.dtype,
+    torch.device,
+    nn.Module,
+)
 _NO_NESTS = (nn.Module, type, ModuleType, FunctionType, MethodType, str, bytes, torch.device, torch.dtype)
 
 
@@ -55,6 +71,17 @@ def exchanged(inputs: Inputs, replaced_N: Tensor, squares: bool = True) -> Input
 
     args, kwargs = _map(exchange, inputs, {})
     return args, kwargs
+
+
+def with_own_objects(inputs: Inputs) -> Inputs:
+    """Return the inputs with tensors detached, and with copies of objects and containers, which a forward pass may change."""
+    args, kwargs = _map(lambda part: part if isinstance(part, PackedSequence) else part.detach(), inputs, {})
+    return args, kwargs
+
+
+def have_objects(inputs: Any) -> bool:
+    """Whether there are objects besides tensors, plain containers and values, such as a cache of keys and values."""
+    return any(not isinstance(leaf, _PLAIN) for leaf in leaves_of(inputs))
 
 
 def example_of_row(packed: PackedSequence) -> Tensor:

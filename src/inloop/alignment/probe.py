@@ -14,7 +14,7 @@ too, the model is refused. If the model cannot run so, the first axis is assumed
 import logging
 import random
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -28,7 +28,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 
-from inloop.alignment.call import Layout, Layouts, make_twin
+from inloop.alignment.call import SHARED, Layout, Layouts, make_twin
 from inloop.alignment.follow import Watch
 from inloop.alignment.inputs import Inputs, copied, exchanged, num_examples_of, tensors_of
 from inloop.alignment.kept import tensors_in
@@ -46,6 +46,7 @@ _Key = tuple[str, int]
 _Seen = dict[_Key, _Sums]
 
 _MOST_KINDS = 16
+_AXES = (0, 1, 2)
 _KNOWN: "weakref.WeakKeyDictionary[nn.Module, dict[object, Layouts]]" = weakref.WeakKeyDictionary()
 
 
@@ -84,6 +85,9 @@ def layouts_of(model: nn.Module, part: str, inputs: Inputs, plan: Plan) -> Layou
 def _try(model: nn.Module, part: str, plan: Plan, inputs: Inputs, num_examples: int, sharded: bool) -> Layouts:
     outputs = partial(_outputs_in_place if sharded else _outputs, model, part, plan)
     groups = _groups(num_examples)
+    # The first input of a part need not be the batch, and equal examples show nothing.
+    may_be_shared = not part and all(_differ(inputs, exchanged(inputs, some)) for some in groups)
+    layers = {site.name for site in plan.sites} if may_be_shared else set()
     has_square = any(tensor.shape == (num_examples, num_examples) for tensor in tensors_of(inputs))
 
     def anyone(lost: list[_Key]) -> bool:
@@ -93,10 +97,10 @@ def _try(model: nn.Module, part: str, plan: Plan, inputs: Inputs, num_examples: 
     try:
         with _nothing_outside_moves(model):
             before = outputs(copied(inputs))
-            found, lost = _find(before, [(outputs(exchanged(inputs, some)), some) for some in groups])
+            found, lost = _find(before, [(outputs(exchanged(inputs, some)), some) for some in groups], layers)
             if anyone(lost) and has_square:  # it may be a mask over positions, which must stay as it is
                 after = [(outputs(exchanged(inputs, some, squares=False)), some) for some in groups]
-                found, lost = _find(before, after)
+                found, lost = _find(before, after, layers)
             if anyone(lost):
                 found |= _find_moved(outputs, inputs, num_examples, lost)
             lost = [key for key in lost if key not in found]
@@ -123,6 +127,11 @@ def _try(model: nn.Module, part: str, plan: Plan, inputs: Inputs, num_examples: 
     return {key: layout for key, layout in found.items() if layout != Layout()}
 
 
+def _differ(inputs: Inputs, others: Inputs) -> bool:
+    pairs = zip(tensors_of(inputs), tensors_of(others), strict=True)
+    return any(not torch.equal(one, other) for one, other in pairs)
+
+
 def _groups(num_examples: int) -> list[Tensor]:
     """Return masks of two halves of the examples, [N], that overlap by half: rows in another order do not fit both."""
     order = torch.randperm(num_examples, generator=torch.Generator().manual_seed(0))
@@ -133,11 +142,14 @@ def _groups(num_examples: int) -> list[Tensor]:
     return list(groups)
 
 
-def _find(before: _Seen, exchanges: list[tuple[_Seen, Tensor]]) -> tuple[dict[_Key, Layout], list[_Key]]:
+def _find(
+    before: _Seen, exchanges: list[tuple[_Seen, Tensor]], layers: Collection[str]
+) -> tuple[dict[_Key, Layout], list[_Key]]:
     """Return the layouts under which only rows of replaced examples change, and the outputs that fit none.
 
     Args:
         exchanges: The outputs after each exchange, and a mask of the replaced examples.
+        layers: The names of layers whose outputs may belong to no example.
     """
     found, lost = {}, []
     for key, calls in before.items():
@@ -147,6 +159,8 @@ def _find(before: _Seen, exchanges: list[tuple[_Seen, Tensor]]) -> tuple[dict[_K
         ]
         if fits:
             found[key] = fits[0]
+        elif key[0] in layers and all(_misfit(calls, after.get(key, []), None, _same) <= 1 for after, _ in exchanges):
+            found[key] = SHARED
         elif candidates and all(requires_grad for *_, requires_grad in calls):  # else other checks say it better
             lost.append(key)
     return found, lost
@@ -183,7 +197,7 @@ def _find_moved(
 
 def _candidates(shape: torch.Size, num_examples: int) -> list[Layout]:
     """Return the possible layouts, in order of preference."""
-    found = [Layout(axis) for axis in (0, 1) if len(shape) > axis and shape[axis] == num_examples]
+    found = [Layout(axis) for axis in _AXES if len(shape) > axis and shape[axis] == num_examples]
     if shape and shape[0] != num_examples and shape[0] % num_examples == 0:
         found += [Layout(0, folded=True), Layout(0, folded=True, positions_first=True)]
     return found
@@ -337,7 +351,7 @@ def _keep_use(seen: _Seen, use: Use, key: tuple[str, int]) -> None:
 
 def _keep_output(seen: _Seen, key: tuple[str, int], out: Tensor, has_gradient: bool) -> None:
     real = torch.view_as_real(out.detach().resolve_conj()) if out.is_complex() else out.detach()
-    sums = {axis: _sums(real, axis) for axis in (0, 1) if out.dim() > axis}
+    sums = {axis: _sums(real, axis) for axis in _AXES if out.dim() > axis}
     largest = max((float(values[:, 1].max()) for values in sums.values() if len(values)), default=0.0)
     rounding = 300 * torch.finfo(real.dtype).eps * largest + 1e-30
     seen.setdefault(key, []).append((out.shape, rounding, sums, has_gradient))

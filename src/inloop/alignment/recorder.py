@@ -36,7 +36,7 @@ from inloop.alignment.direction import Direction
 from inloop.alignment.early import EarlyAlignment
 from inloop.alignment.follow import FindLayouts, Watch
 from inloop.alignment.hooks import NODES, Exchange, Fused, Identity, hook_gradient
-from inloop.alignment.inputs import example_of_row
+from inloop.alignment.inputs import example_of_row, have_objects, with_own_objects
 from inloop.alignment.kept import tensors_in, versions_of
 from inloop.alignment.operation import Use, record_use
 from inloop.alignment.plan import Plan, Site
@@ -293,7 +293,8 @@ class BeforeForward(_LayerHook):
         parameters = {name: value.detach().clone() if copied else value.detach() for name, value in named}
         device = next(iter(parameters.values())).device
         twin = make_twin(module, parameters)
-        running[site.name] = BeforeCall(twin, random_state(device), versions_of((args, kwargs)))
+        own = with_own_objects((args, kwargs)) if have_objects((args, kwargs)) else None
+        running[site.name] = BeforeCall(twin, random_state(device), versions_of((args, kwargs)), own)
 
     def _refuse_parts(self, module: nn.Module) -> None:
         """Raise if the module has parts that one function of the examples cannot have."""
@@ -440,7 +441,7 @@ class AfterForward(_LayerHook):
         if tape.first_parameters is not None and not any([t.grad_fn is not None for t in tensors_in(inputs)]):
             tape.first_parameters += [p for p in module.parameters() if p.requires_grad]
         outputs = tensors_in(output)
-        args, kwargs = detached(inputs, recorder.copy_inputs)
+        args, kwargs = detached(inputs if state.inputs is None else state.inputs, recorder.copy_inputs)
         make = BlackBoxCall if site.inner is None else recorder.make_model_call(site)
         call = make(
             name=site.name,
