@@ -3,6 +3,7 @@
 import hashlib
 import io
 import os
+import pickle
 import random
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from inloop.checkpoints import Checkpoints, read_checkpoint
-from inloop.errors import CheckpointError
+from inloop.errors import CheckpointError, UsageError
 
 
 @pytest.fixture
@@ -136,3 +137,20 @@ def test_a_run_killed_at_random_moments_equals_the_uninterrupted_one(tmp_path, w
         assert process.returncode == -signal.SIGKILL, errors
     assert kills >= 4
     assert finished == output
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, True, "3"])
+def test_a_step_that_is_no_number_of_a_step_is_refused(tmp_path, step):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(3, {})
+    with pytest.raises(UsageError, match="whole numbers from 0"):
+        checkpoints.save(step, {})
+    assert checkpoints.steps() == [3]
+
+
+@pytest.mark.parametrize("content", [b"", b"x", pickle.dumps([1])])
+def test_a_signed_file_without_a_state_is_refused(tmp_path, content):
+    digest = hashlib.sha256(content).hexdigest()
+    (tmp_path / "step-00000001.pt").write_bytes(f"inloop checkpoint 1 {digest}\n".encode() + content)
+    with pytest.raises(CheckpointError, match=r"step-00000001.pt"):
+        Checkpoints(tmp_path).load()

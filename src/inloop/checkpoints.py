@@ -64,6 +64,8 @@ class Checkpoints:
         Raises:
             CheckpointError: If ``state`` holds something that could not be read again.
         """
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise UsageError(f"step={step!r}: allowed are whole numbers from 0.")
         if rank() != 0:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -144,4 +146,10 @@ def _unpacked(content: memoryview, path: Path) -> dict[str, Any]:
             f"{path}: the state has something other than tensors, numbers, strings and containers of them; reading that might execute code "
             f"({reason}). Fix: convert it (float(x), array.tolist(), str(path))."
         ) from None
+    except Exception as error:  # a file that ends early, or that is no archive
+        raise CheckpointError(
+            f"{path} cannot be read: {str(error).splitlines()[0] if str(error) else error!r}."
+        ) from None
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path} holds a {type(state).__name__}, and a dict of states is needed.")
     return state

@@ -11,6 +11,7 @@ g_t is the raw batch gradient, before clipping, weight decay and momentum; with 
 choice of step t, so the choices of step t+2 are the first that can follow from it. Recording opens in ``sample`` or ``use`` and closes in ``step``.
 """
 
+import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -41,6 +42,7 @@ from inloop.refusals import (
 from inloop.report import Reporter, StepReport, summarise_rewards
 from inloop.rewards import Reward, as_reward
 from inloop.sampler import Sampler
+from inloop.states import refuse_other_structure
 from inloop.step import Draw, Judge, Step
 from inloop.updates import NoUpdate, Update, as_update
 from inloop.verdicts import Told, statistics_for, told_by
@@ -360,20 +362,32 @@ class InLoop:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`; a step that waits here is dropped."""
-        parts = self._parts()
-        refuse_other_state(self.policy, self.update, state, {"num_steps", "policy", "recording", *parts})
-        # Whatever may fail comes first, so that a state that does not fit changes nothing.
-        draws = self._sampler.restored_draws(state["sampler"])
-        self._judging.refuse_other_state(state["judging"])
-        self._recorder.load_state_dict(state["recording"])
-        self.skip()
-        self.reference.drop()
-        self.policy.load_state_dict(state["policy"])
-        for name, part in parts.items():
-            part.load_state_dict(state[name])
-        self.num_steps = state["num_steps"]
-        for draw in draws:
-            self._announce(draw)
+        parts = {"policy": self.policy, "recording": self._recorder, **self._parts()}
+        refuse_other_state(self.policy, self.update, state, {"num_steps", *parts})
+        own = {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
+        try:
+            # Whatever may fail comes first, so that a state that does not fit changes nothing.
+            draws = self._sampler.restored_draws(state["sampler"])
+            self._judging.refuse_other_state(state["judging"])
+            for name, values in {"num_steps": self.num_steps, **own}.items():
+                refuse_other_structure(state[name], values, name)
+            self._recorder.load_state_dict(state["recording"])
+            self.skip()
+            self.reference.drop()
+            for name, part in parts.items():
+                part.load_state_dict(state[name])
+            self.num_steps = state["num_steps"]
+            for draw in draws:
+                self._announce(draw)
+        except UsageError:
+            raise
+        except Exception as error:  # an entry with the right form and a value that cannot be
+            for name, part in parts.items():
+                part.load_state_dict(own[name])
+            self.skip()
+            raise UsageError(
+                f"The state cannot be loaded ({error!r}). Fix: load a state that such a learner has saved."
+            ) from error
 
     def _parts(self) -> dict[str, Any]:
         return {

@@ -218,10 +218,18 @@ def refuse_other_state(policy: Policy, update: Update, state: Mapping[str, Any],
     Args:
         needed: The entries of a learner's state.
     """
+    if not isinstance(state, Mapping):
+        raise UsageError(f"This is no state of an InLoop learner but a {type(state).__name__}.")
     if missing := set(needed) - set(state):
         raise UsageError(
             f"This is no state of an InLoop learner: it has no {sorted(missing)}; it has {sorted(state)[:5]}."
         )
+    if others := sorted(name for name in needed if name != "num_steps" and not isinstance(state[name], Mapping)):
+        raise UsageError(
+            f"The state cannot be loaded: {others[0]} is a {type(state[others[0]]).__name__}; needed is a dict."
+        )
+    if others := sorted(name for name, value in state["policy"].items() if not isinstance(value, Tensor)):
+        raise UsageError(f"The state cannot be loaded: policy.{others[0]} is no tensor.")
     ours = {name: list(value.shape) for name, value in policy.state_dict().items()}
     theirs = {name: list(value.shape) for name, value in state["policy"].items()}
     if ours != theirs:
@@ -230,9 +238,9 @@ def refuse_other_state(policy: Policy, update: Update, state: Mapping[str, Any],
             "state was saved."
         )
     names, own = state.get("statistics", {}).get("names"), getattr(source_policy(policy), "sources", None)
-    if names is not None and isinstance(own, SourceInfo) and names != own.names:
+    if isinstance(names, list) and isinstance(own, SourceInfo) and names != own.names:
         raise UsageError(
-            f"The state is of the sources {', '.join(names)}; the policy has {', '.join(own.names)}. Fix: give the same sources in the same order."
+            f"The state is of the sources {', '.join(map(str, names))}; the policy has {', '.join(own.names)}. Fix: give the same sources in the same order."
         )
     if state["update"].keys() != update.state_dict().keys():
         raise UsageError(

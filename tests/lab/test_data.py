@@ -1,17 +1,21 @@
 """Data: the digits, CIFAR's two layouts, a user's own images, downloads, and what is wrong with damaged files."""
 
+import contextlib
 import hashlib
 import http.server
 import io
 import pickle
 import tarfile
 import threading
+import zipfile
 from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 from inloop.datasets import digits
@@ -329,3 +333,57 @@ def test_noise_that_is_not_to_be_had_is_named():
         make_splits(load_digits(), 10, "human", torch.Generator())
     with pytest.raises(DataError, match="1500 training examples; they cannot be split into 2000"):
         make_splits(load_digits(), 2000, "none", torch.Generator())
+
+
+# ------------------------------------------------------------------ hostile files
+
+
+def archive(path, **members):
+    """An .npz file of these members: arrays, or the bytes of a file."""
+    with zipfile.ZipFile(path, "w") as file:
+        for name, member in members.items():
+            content = io.BytesIO()
+            if isinstance(member, bytes):
+                file.writestr(name, member)
+            else:
+                np.save(content, member)
+                file.writestr(f"{name}.npy", content.getvalue())
+    return path
+
+
+def header(shape):
+    """The head of an .npy file that claims this shape."""
+    text = f"{{'descr': '|u1', 'fortran_order': False, 'shape': {shape}, }}"
+    text += " " * (-(len(text) + 11) % 64) + "\n"
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode()
+
+
+IMAGES = np.zeros((4, 8, 8), np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("members", "says"),
+    [
+        ({"x.npy": header("(99999999999, 99999999999)"), "y": np.arange(4)}, "cannot be read"),
+        ({"x.npy": header("(-3, 8, 8)"), "y": np.arange(4)}, "cannot be read|images of type"),
+        ({"x.npy": header("'many'"), "y": np.arange(4)}, "cannot be read"),
+        ({"x": IMAGES, "y": np.arange(4), "readme.txt": b"hello"}, "'readme.txt' is no array"),
+        ({"x": IMAGES, "y": np.array([0, 1, 2, 2**64 - 1], np.uint64)}, "18446744073709551615 is too large"),
+        ({"x": IMAGES, "y": np.array([0, 1, 2, 2_000_000])}, "2000000 is too large"),
+    ],
+)
+def test_a_file_that_lies_is_refused_in_a_line(tmp_path, members, says):
+    with pytest.raises(DataError, match=says):
+        load_own(archive(tmp_path / "own.npz", **members))
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(place=st.floats(0, 1), content=st.binary(min_size=1, max_size=8))
+def test_a_damaged_file_is_read_or_refused(tmp_path_factory, place, content):
+    path = archive(tmp_path_factory.mktemp("own") / "own.npz", x=IMAGES, y=np.arange(4))
+    raw = bytearray(path.read_bytes())
+    start = int(place * (len(raw) - 1))
+    raw[start : start + len(content)] = content
+    path.write_bytes(raw)
+    with contextlib.suppress(DataError):
+        assert len(load_own(path).train_x)

@@ -429,3 +429,17 @@ def test_a_report_on_nothing_is_refused(tmp_path, capsys):
     assert run_cli(capsys, "report", str(tmp_path))[0] == 1
     assert "holds no finished run" in run_cli(capsys, "report", str(tmp_path))[2]
     assert "is no folder" in run_cli(capsys, "report", str(tmp_path / "none"))[2]
+
+
+def test_a_folder_is_used_by_one_process_at_a_time(tmp_path):
+    hold = "import sys; from pathlib import Path; from inloop_lab.runs.folder import RunFolder\n"
+    hold += "folder = RunFolder(Path(sys.argv[1]), 'splits', {}); print('held', flush=True); sys.stdin.read()"
+    other = subprocess.Popen(
+        [sys.executable, "-c", hold, str(tmp_path / "run")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert other.stdout.readline() == "held\n"
+    with pytest.raises(RunFolderError, match=f"in use by another run .process {other.pid} on"):
+        RunFolder(tmp_path / "run", "splits", {})
+    other.kill()
+    other.communicate()
+    RunFolder(tmp_path / "run", "splits", {})

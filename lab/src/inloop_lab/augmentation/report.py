@@ -143,7 +143,7 @@ def _details(runs: Sequence[FinishedRun]) -> str:
         seconds = [epoch["seconds"] for result in run.results for epoch in result["epochs"]]
         rows.append(
             [
-                f'<span title="{escape(run.name)}">{escape(s["augment"])} {space}</span>',
+                f'<span title="{escape(run.name)}">{escape(s["augment"])} {escape(str(space))}</span>',
                 escape(", ".join(_special(run))),
                 _per_cent(_accuracy(run)),
                 _difference(run, none),

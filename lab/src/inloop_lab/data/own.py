@@ -12,6 +12,7 @@ from inloop_lab.data.images import DataError, ImageData
 
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff"}
 _TEST_SHARE = 0.15
+_MOST_CLASSES = 1_000_000
 
 
 def load_own(path: Path) -> ImageData:
@@ -33,8 +34,13 @@ def _read_npz(path: Path) -> ImageData:
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             found = {name: arrays[name] for name in arrays.files}
-    except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
-        raise DataError(f"{path} cannot be read as an .npz file of arrays: {error}.") from None
+    except (
+        *(ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile, zlib.error),
+        *(MemoryError, OverflowError, RuntimeError, NotImplementedError, SyntaxError, TypeError),  # of headers that lie
+    ) as error:
+        raise DataError(f"{path} cannot be read as an .npz file of arrays: {error or type(error).__name__}.") from None
+    if others := sorted(name for name, array in found.items() if not isinstance(array, np.ndarray)):
+        raise DataError(f"{path}: '{others[0]}' is no array.")
     if not {"x", "y"} <= found.keys():
         raise DataError(f"{path} has the arrays {sorted(found)}; it needs 'x' (images) and 'y' (labels).")
     if ("test_x" in found) != ("test_y" in found):
@@ -56,6 +62,10 @@ def _labels(path: Path, array: "np.ndarray[tuple[int, ...], np.dtype[np.generic]
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer) or len(array) == 0 or array.min() < 0:
         raise DataError(
             f"{path}: labels of type {array.dtype} and shape {array.shape}; whole numbers from 0, one for each image, are needed."
+        )
+    if array.max() >= _MOST_CLASSES:
+        raise DataError(
+            f"{path}: the label {array.max()} is too large; allowed are whole numbers below {_MOST_CLASSES:,}."
         )
     return torch.from_numpy(array.astype(np.int64))
 

@@ -1,6 +1,7 @@
 """The folder of a run, which can be killed at any moment and continued.
 
 settings.json          the settings of the run; another run is refused
+.lock                  held by the process that runs
 samples.npz            a few training images, for augmentation runs
 seed-0/epochs.jsonl    a line for each finished epoch
 seed-0/checkpoints/    the states after the last two finished epochs
@@ -9,10 +10,13 @@ seed-0/result.json     only when the seed is finished
 
 import json
 import math
+import os
 import re
 import shutil
+import socket
+import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 from torch import Tensor
@@ -21,6 +25,13 @@ from torch.utils._pytree import tree_map_only
 from inloop.atomic_files import write_atomically
 from inloop.checkpoints import Checkpoints
 from inloop.errors import CheckpointError, InloopError
+
+try:
+    import fcntl
+except ImportError:  # Windows: without locks
+    fcntl = None  # type: ignore[assignment]
+
+_LOCK = ".lock"
 
 
 class RunFolderError(InloopError):
@@ -43,13 +54,15 @@ class RunFolder:
         described = {"experiment": experiment, **settings}
         if path.exists() and not path.is_dir():
             raise RunFolderError(f"{path} is a file. Fix: name a folder with --out.")
-        begun = path.exists() and any(not entry.name.endswith(".new") for entry in path.iterdir())
+        files = {entry.name for entry in path.iterdir()} if path.exists() else set()
+        begun = any(name != _LOCK and not name.endswith(".new") for name in files)
         if begun:
             self._refuse_foreign(described, same_settings=not restart)
+        path.mkdir(parents=True, exist_ok=True)
+        weakref.finalize(self, _locked(path).close)
         if begun and restart:
             self._remove_own_files()
         if restart or not begun:
-            path.mkdir(parents=True, exist_ok=True)
             write_atomically(path / "settings.json", lambda file: file.write(_json(described)))
 
     def _remove_own_files(self) -> None:
@@ -119,6 +132,35 @@ class SeedFolder:
                 f"{error} Fix: remove the damaged file to continue from the one before it, if there is one."
             ) from None
         return None if found is None else (found[1]["state"], found[1]["epochs"])
+
+
+def _locked(path: Path) -> TextIO:
+    """Return the open lock of a folder, which is free again when the file is closed or the process ends, however it ends.
+
+    Raises:
+        RunFolderError: If another process holds it.
+    """
+    file = (path / _LOCK).open("a+")
+    try:
+        if fcntl is not None:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.seek(0)
+        holder = file.read().strip()
+        if holder != _own_name():
+            file.close()
+            raise RunFolderError(
+                f"{path} is in use by another run{f' ({holder})' if holder else ''}. Fix: wait for it to end, or name another folder with --out."
+            ) from None
+        return file
+    file.truncate(0)
+    file.write(_own_name())
+    file.flush()
+    return file
+
+
+def _own_name() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def as_json_numbers(value: Any) -> Any:

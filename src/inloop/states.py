@@ -1,0 +1,65 @@
+"""Is a saved state one that can be loaded? Compares it with the state of the object that is to load it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from inloop.errors import UsageError
+
+_GROWING = ("means", "numbers", "told_labels", "everyone", "rewarded_rows", "generator")  # tensors of any length
+_ANY_KEYS = (
+    "verified",
+    "state",
+    "reference",
+    "optimizer",
+)  # an optimizer's state, a trail: empty before the first step
+
+
+def refuse_other_structure(state: Any, own: Any, path: str) -> None:
+    """Raise if ``state`` has other entries, types or shapes than ``own``.
+
+    Args:
+        path: The name of the state, for the message.
+    """
+    name = path.rsplit(".", 1)[-1]
+    if own is None or state is None:
+        if state is not None and not isinstance(state, Tensor | Mapping | Sequence):
+            _refuse(path, state, "nothing, a tensor or a container")
+        return
+    if isinstance(own, Tensor):
+        fits = isinstance(state, Tensor) and state.dtype == own.dtype and state.dim() == own.dim()
+        if not fits or (name not in _GROWING and state.shape != own.shape):
+            _refuse(path, state, _described(own))
+    elif isinstance(own, Mapping):
+        if not isinstance(state, Mapping) or (name not in _ANY_KEYS and state.keys() != own.keys()):
+            _refuse(path, state, _described(own))
+        for key, value in state.items():
+            if key in own or name == "verified":
+                refuse_other_structure(value, own.get(key, 0), f"{path}.{key}")
+    elif isinstance(own, list | tuple):
+        if not isinstance(state, list | tuple):
+            _refuse(path, state, "a list")
+        for index, value in enumerate(state):
+            if own:
+                refuse_other_structure(value, own[min(index, len(own) - 1)], f"{path}[{index}]")
+    elif type(state) is not type(own) and not (isinstance(own, float) and type(state) is int):
+        _refuse(path, state, f"a {type(own).__name__}")
+    elif isinstance(own, int) and int(state) < 0:
+        _refuse(path, state, "a whole number from 0")
+
+
+def _refuse(path: str, state: Any, needed: str) -> None:
+    raise UsageError(
+        f"The state cannot be loaded: {path} is {_described(state)}; needed is {needed}. Fix: load a state that such a learner has saved."
+    )
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of type {str(value.dtype).removeprefix('torch.')} and shape {tuple(value.shape)}"
+    if isinstance(value, Mapping):
+        return f"a dict of {', '.join(map(str, sorted(value, key=str))) or 'nothing'}"
+    if isinstance(value, str | int | float | bool | None):
+        return repr(value)[:40]
+    return f"a {type(value).__name__}"
