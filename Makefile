@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: demo test test-integrations test-slow lint format docs package bench clean
+.PHONY: demo test test-integrations test-slow test-models lint format docs package bench clean
 
 demo: .venv/demo-installed  ## ten sources of digits, one of them bad: find it while training, and report
 	$(BIN)/inloop run splits --seeds 5 --reward none --out runs/demo/none
@@ -20,6 +20,11 @@ test-integrations: $(INSTALLED)  ## the tests against Lightning, Hugging Face, A
 
 test-slow: $(INSTALLED)  ## the tests that take minutes
 	$(BIN)/pytest -n auto -m slow
+
+test-models: $(INSTALLED)  ## one small model of every family of transformers and timm; continues after an interruption
+	$(BIN)/python -m pip install --quiet --no-deps torchvision==0.28.0 timm  # with its dependencies torchvision brings another torch
+	$(BIN)/python results/models/run.py
+	$(BIN)/python results/models/table.py
 
 lint: $(INSTALLED)  ## style, types, and what may import what
 	$(BIN)/ruff check .

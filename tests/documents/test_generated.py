@@ -20,6 +20,7 @@ PAPER_INDEX = (ROOT / "docs/paper-index.md").read_text()
         ("hazards/table.py", "| gar, softmax, floor | "),
         ("exactness/compare.py", "| GPT-2 | "),
         ("optimizers/correlation.py", "| AdamW | fixed | "),
+        ("models/table.py", "| transformers | "),
         ("settings/table.py", "| equal shares | default | "),
     ],
 )
