@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from inloop import capture
-from inloop.errors import VerificationError
+from inloop.errors import UnsupportedLayerError, VerificationError
 from tests.alignment.test_inputs import N, assert_exact, token_losses
 
 V, D = 7, 6
@@ -154,3 +154,24 @@ def test_what_does_not_cancel_is_not_excused():
     with pytest.raises(VerificationError, match="1.bias"), capture(model):
         loss = model(torch.randn(N, 50, 4)).square().mean()
         (loss + 1e-5 * loss.detach() * model[1].bias.sum()).backward()
+
+
+def test_a_complex_parameter_without_a_layer_is_refused_by_name():
+    class Complex(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.phase = nn.Linear(4, 4), nn.Parameter(torch.randn(4, dtype=torch.complex128))
+
+        def forward(self, x):
+            return (self.layer(x) * self.phase).abs().sum(1)
+
+    model = Complex()
+    with pytest.raises(UnsupportedLayerError, match="parameter 'phase': it is complex"), capture(model):
+        model(torch.randn(N, 4)).sum().backward()
+
+
+def test_a_nested_tensor_is_refused():
+    model = nn.Sequential(nn.Linear(4, 3))
+    ragged = torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(3, 4)], layout=torch.jagged)
+    with pytest.raises(UnsupportedLayerError, match="nested tensor.*padded"), capture(model):
+        model(ragged).values().sum().backward()

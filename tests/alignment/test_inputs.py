@@ -260,6 +260,21 @@ def test_a_learner_whose_first_batch_has_one_example(make):
     assert reports[2].reward_std == pytest.approx(float(torch.stack(truth).std()), rel=1e-9)
 
 
+def test_a_first_tensor_of_length_one_beside_a_batch_is_no_batch_of_one():
+    class Timed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, time, x):
+            return self.layer(x) * time
+
+    model, x = Timed(), torch.randn(N, 4)
+    with capture(model, reduction="sum") as tape:
+        model(torch.ones(1), x).square().sum().backward()
+    assert len(tape.align({name: p.grad for name, p in model.named_parameters()})) == N
+
+
 # ------------------------------------------------------------------ methods
 
 

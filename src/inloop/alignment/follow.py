@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from inloop.alignment.black_box import random_state
 from inloop.alignment.call import SHARED, Layouts, original_type
-from inloop.alignment.inputs import num_examples_of
+from inloop.alignment.inputs import hold_one_example, num_examples_of
 from inloop.alignment.kept import tensors_in
 from inloop.alignment.operation import Recipe, Use, Value, is_in_place, is_random_factory
 from inloop.alignment.plan import Plan
@@ -257,6 +257,7 @@ class Watch:
         layouts: Where the examples are in the layers' outputs, if not on the first axis.
         num_examples: The number of examples of the pass, from its first input.
         is_whole: Whether the pass is one of the model itself, whose first input has the examples.
+        has_one_example: Whether that has one example, whose all rows then are.
     """
 
     def __init__(
@@ -271,7 +272,7 @@ class Watch:
         self.knows_layouts = find_layouts is None
         self.layouts: Layouts = {}
         self.num_examples: int | None = None
-        self.is_whole = True
+        self.is_whole, self.has_one_example = True, False
         self._plan, self._is_active, self._record, self._find_layouts = plan, is_active, record, find_layouts
         self._tracer: Tracer | None = None
         self._depth = 0
@@ -316,6 +317,7 @@ class Watch:
         if part and torch._C._current_graph_task_id() != -1:
             return  # a checkpoint runs it again
         self.num_examples, self.is_whole = num_examples_of(inputs), not part
+        self.has_one_example = self.is_whole and hold_one_example(inputs)
         if self._find_layouts is not None and (found := self._find_layouts(model, part, inputs)) is not None:
             self.layouts = {**self.layouts, **found} if part else found
             self.knows_layouts = True

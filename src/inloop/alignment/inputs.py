@@ -39,6 +39,11 @@ def num_examples_of(inputs: Any) -> int | None:
     return next((_count(part) for part in _tensors(inputs) if _count(part) is not None), None)
 
 
+def hold_one_example(inputs: Any) -> bool:
+    """Whether the batch has one example: so says the first tensor, and no other with several axes says otherwise."""
+    return num_examples_of(inputs) == 1 and all(len(tensor) == 1 for tensor in tensors_of(inputs) if tensor.dim() > 1)
+
+
 def tensors_of(inputs: Any) -> list[Tensor]:
     """Return all tensors; of a packed sequence its data."""
     return [part.data if isinstance(part, PackedSequence) else part for part in _tensors(inputs)]

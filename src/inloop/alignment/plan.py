@@ -141,6 +141,7 @@ def make_plan(model: nn.Module, layers: LayerFilter | None = None, batchnorm_aff
         of_site = {local: names[prefix + local] for local, value in own.items() if value is not None}
         sites.append(Site(name, module, rule, of_site, id(module) in sequence_first))
     problems = [f"'{site.name}' ({type(site.module).__name__}): {why}" for site in sites if (why := _refusal(site))]
+    problems += [f"parameter '{name}': it is complex" for name, p in bare.items() if p.requires_grad and p.is_complex()]
     if problems:
         raise UnsupportedLayerError(
             "These layers cannot be aligned exactly: " + "; ".join(problems) + ". "

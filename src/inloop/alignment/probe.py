@@ -59,6 +59,8 @@ def layouts_of(model: nn.Module, part: str, inputs: Inputs, plan: Plan) -> Layou
     Raises:
         UnsupportedLayerError: If the rows of an output are not the examples in their order.
     """
+    if any(tensor.is_nested for tensor in tensors_of(inputs)):
+        return {}  # refused by the first layer
     num_examples = num_examples_of(inputs) or 0
     options = tuple(leaf for leaf in tree_leaves(inputs) if isinstance(leaf, bool | int | str))
     kind = part, tuple(site.name for site in plan.sites), tuple(tensor.dim() for tensor in tensors_of(inputs)), options

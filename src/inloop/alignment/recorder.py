@@ -137,7 +137,7 @@ class Recorder:
     @property
     def has_one_example(self) -> bool:
         """Whether the running pass of the model has one example, whose all rows then are."""
-        return self._watch is not None and self._watch.num_examples == 1 and self._watch.is_whole
+        return self._watch is not None and self._watch.has_one_example
 
     def note_pass(self, name: str, output: Tensor) -> None:
         """Note how many examples the model was given; warn of a layer whose examples cannot be told from positions."""
@@ -495,6 +495,11 @@ class AfterForward(_LayerHook):
             raise UnsupportedLayerError(
                 f"'{self.site.name}' ({type(module).__name__}) was called without a tensor, so its output is shared by all examples. "
                 "Fix: pass it the batch and return a row for each example (expand), or leave it out with layers=."
+            )
+        if any(tensor.is_nested for tensor in tensors):
+            raise UnsupportedLayerError(
+                f"'{self.site.name}' ({type(module).__name__}) was called with a nested tensor, which is not supported. Fix: pass a padded batch, "
+                "as from torch.nested.to_padded_tensor."
             )
         rule = self.site.rule
         dims = 0 if rule is None else rule.example_dims(module)

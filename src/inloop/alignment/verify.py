@@ -19,6 +19,7 @@ from inloop.errors import VerificationError
 # Relative to the sum of |c_i|, by the coarsest precision: far above rounding, far below any real omission.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 _ROUNDING = 1e-2  # times the tolerance: rounding of a gradient, as a share of the largest in the same module
+_TINY = 1e-6  # as a share of the largest gradient
 _CERTAIN = 1e-3  # the share of a parameter's gradient that may be missing if all are looked at together
 
 
@@ -36,11 +37,17 @@ def verify_calls(
     Raises:
         VerificationError: If a parameter does not add up; it names the first.
     """
-    if world_size() == 1 and _add_up_together(calls, gradients, names):
+    given = {name: g for name in names if (g := gradients[name]) is not None}
+    norms = dict.fromkeys(names, 0.0)
+    left = set(names)
+    if world_size() == 1 and not any(is_sharded(g) for g in given.values()):
+        norms.update({name: float(g.abs().double().norm()) for name, g in given.items()})
+        left -= _that_add_up_together(calls, given, norms)
+    if not left:
         return
-    sums, norms = dict.fromkeys(names, (0.0, 0.0)), dict.fromkeys(names, 0.0)
+    sums = dict.fromkeys(left, (0.0, 0.0))
     for part in in_parts(gradients, plan):
-        units = _units(part, names)
+        units = _units(part, left)
         norms.update({name: norm for name, (norm, _) in units.items()})
 
         def add(call: Kept, units: dict[str, tuple[float, Tensor]] = units) -> None:
@@ -56,7 +63,7 @@ def verify_calls(
     coarsest = float(gather_numbers(max((_TOLERANCE[call.coarsest] for call in calls), default=0.0)).max())
     for name, (total, magnitude) in sorted(sums.items()):
         gradient = gradients[name]
-        norm, tolerance = norms[name], max(coarsest, 0.0 if gradient is None else _TOLERANCE[gradient.dtype])
+        norm, tolerance = norms[name], max(coarsest, 0.0 if gradient is None else _TOLERANCE[gradient.dtype.to_real()])
         if not abs(total - norm) <= tolerance * max(magnitude, norm):
             # A gradient that cancels within each example (a key's bias in attention) is only rounding error.
             if norm > 0 and abs(total - norm) <= tolerance * _magnitude(calls, name, gradients[name], norm):
@@ -66,30 +73,33 @@ def verify_calls(
             raise VerificationError(_what_is_wrong(name, total, norm))
 
 
-def _add_up_together(calls: Sequence[Kept], gradients: Mapping[str, Tensor | None], names: Collection[str]) -> bool:
-    """Whether one alignment shows that the equation holds for all parameters; if not, they must be looked at one by one.
+def _that_add_up_together(
+    calls: Sequence[Kept], gradients: Mapping[str, Tensor], norms: Mapping[str, float]
+) -> set[str]:
+    """Return parameters for which one alignment shows that the equation holds: all that are not tiny, or none.
 
     Along ``sum_p s_p p.grad / ‖p.grad‖²``, with random s_p between 1 and 2, the contributions add up to the sum of the s_p. A
-    parameter that does not add up changes that by about its error.
+    parameter that does not add up changes that by about its error. Tiny gradients may be mere rounding, and would drown it.
     """
-    norms = {name: float(g.double().norm()) for name in names if (g := gradients[name]) is not None}
-    if not all(norms.values()) or len(norms) < len(names) or any(is_sharded(gradients[name]) for name in names):
-        return False
+    least = _TINY * max(norms.values(), default=0.0)
+    chosen = sorted(name for name in gradients if norms[name] > least)
     generator = torch.Generator().manual_seed(0)
-    factors = dict(zip(sorted(norms), (1 + torch.rand(len(norms), generator=generator)).tolist(), strict=True))
-    direction = {name: g * (factors[name] / norms[name] ** 2) for name in norms if (g := gradients[name]) is not None}
+    factors = dict(zip(chosen, (1 + torch.rand(len(chosen), generator=generator)).tolist(), strict=True))
+    direction = {name: gradients[name] * (factors[name] / norms[name] ** 2) for name in chosen}
     total = magnitude = 0.0
     for call in calls:
         along = {local: direction[name] for local, name in call.parameter_names.items() if name in direction}
-        aligned = call.align(along).double()
-        total, magnitude = total + float(aligned.sum()), magnitude + float(aligned.abs().sum())
+        if along:
+            aligned = call.align(along).double()
+            total, magnitude = total + float(aligned.sum()), magnitude + float(aligned.abs().sum())
     tolerance = max([_TOLERANCE[call.coarsest] for call in calls], default=0.0)
-    return bool(abs(total - sum(factors.values())) <= min(tolerance * magnitude, _CERTAIN))
+    error = abs(total - sum(factors.values()))
+    return set(chosen) if error <= min(tolerance * magnitude, _CERTAIN) else set()
 
 
 def _units(gradients: Mapping[str, Tensor | None], names: Collection[str]) -> dict[str, tuple[float, Tensor]]:
     """Return ‖g‖ and g / ‖g‖ for every gradient that is not zero."""
-    norms = {name: float(g.double().norm()) for name, g in gradients.items() if g is not None and name in names}
+    norms = {name: float(g.abs().double().norm()) for name, g in gradients.items() if g is not None and name in names}
     return {name: (norm, g / norm) for name, norm in norms.items() if norm > 0 and (g := gradients[name]) is not None}
 
 
