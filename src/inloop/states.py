@@ -8,12 +8,7 @@ from torch import Tensor
 from inloop.errors import UsageError
 
 _GROWING = ("means", "numbers", "told_labels", "everyone", "rewarded_rows", "generator")  # tensors of any length
-_ANY_KEYS = (
-    "verified",
-    "state",
-    "reference",
-    "optimizer",
-)  # an optimizer's state, a trail: empty before the first step
+_ANY_KEYS = ("verified", "state")  # kinds of steps, and the parameters that an optimizer has moved
 
 
 def refuse_other_structure(state: Any, own: Any, path: str) -> None:
@@ -32,7 +27,7 @@ def refuse_other_structure(state: Any, own: Any, path: str) -> None:
         if not fits or (name not in _GROWING and state.shape != own.shape):
             _refuse(path, state, _described(own))
     elif isinstance(own, Mapping):
-        if not isinstance(state, Mapping) or (name not in _ANY_KEYS and state.keys() != own.keys()):
+        if not isinstance(state, Mapping) or (own and state and name not in _ANY_KEYS and state.keys() != own.keys()):
             _refuse(path, state, _described(own))
         for key, value in state.items():
             if key in own or name == "verified":
