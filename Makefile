@@ -22,7 +22,7 @@ test-slow: $(INSTALLED)  ## the tests that take minutes
 	$(BIN)/pytest -n auto -m slow
 
 test-models: $(INSTALLED)  ## one small model of every family of transformers and timm; continues after an interruption
-	$(BIN)/python -m pip install --quiet --no-deps torchvision==0.28.0 timm  # with its dependencies torchvision brings another torch
+	$(BIN)/python -m pip install --quiet --no-deps torchvision==0.28.0 timm scipy  # with its dependencies torchvision brings another torch
 	$(BIN)/python results/models/run.py
 	$(BIN)/python results/models/table.py
 

@@ -6,16 +6,17 @@ A family is one line of models.jsonl, the last one counts. Each is tried in a pr
 """
 
 import argparse
-import contextlib
 import json
 import logging
 import os
 import resource
 import select
 import signal
+import subprocess
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,9 @@ RESULTS = HERE / "models.jsonl"
 LIBRARIES = {"transformers": transformers_families, "timm": timm_families}
 VERSIONS = {
     "inloop": inloop.__version__,
+    "revision": subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=HERE, capture_output=True, text=True
+    ).stdout.strip(),
     "torch": torch.__version__,
     "transformers": transformers.__version__,
     "timm": timm.__version__,
@@ -148,7 +152,7 @@ def in_a_process_of_its_own(library: str, family: str) -> dict[str, Any]:
     with os.fdopen(reader) as pipe:
         for line in lines_within(pipe, WALL_SECONDS):
             result |= json.loads(line)
-    with contextlib.suppress(ProcessLookupError):
+    with suppress(ProcessLookupError):
         os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     return result | {"total_seconds": round(time.monotonic() - start, 1), "versions": VERSIONS}

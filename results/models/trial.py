@@ -125,30 +125,36 @@ def _second_try(model: nn.Module, inputs: Inputs) -> Batch:
 
 
 def examples_interact(model: nn.Module, inputs: Inputs) -> tuple[bool, bool]:
-    """Whether the first example's loss changes with the other examples, and whether it is random. BatchNorm is in eval mode."""
+    """Whether any example's loss changes with the other examples, and whether losses are random. BatchNorm is in eval mode."""
     replica = copy.deepcopy(model)
     for module in replica.modules():
         if isinstance(module, _BatchNorm):
             module.eval()
     mine, others = inputs(0), inputs(1)
-    mixed = {name: _first_of(value, others[name]) for name, value in mine.items()}
 
-    def first_loss(batch: Batch, seed: int) -> float:
+    def loss_of(example: int, batch: Batch, seed: int = 0) -> float:
         torch.manual_seed(seed)
         with torch.no_grad():
-            return float(losses(copy.deepcopy(replica), batch)[0])
+            return float(losses(copy.deepcopy(replica), batch)[example])
 
-    alone, again, among_others = first_loss(mine, 0), first_loss(mine, 1), first_loss(mixed, 0)
-    is_random = abs(again - alone) > 1e-4 * (abs(alone) + 1e-2)
-    return abs(among_others - alone) > 1e-4 * (abs(alone) + 1e-2) and not is_random, is_random
+    def differs(one: float, other: float) -> bool:
+        return abs(one - other) > 1e-4 * (abs(one) + 1e-2)
+
+    is_random = differs(loss_of(0, mine), loss_of(0, mine, seed=1))
+    interact = False
+    for example in range(BATCH):
+        mixed = {name: _one_among(example, value, others[name]) for name, value in mine.items()}
+        interact = interact or differs(loss_of(example, mine), loss_of(example, mixed))
+    return interact and not is_random, is_random
 
 
-def _first_of(mine: Any, others: Any) -> Any:
-    """The first example of one batch and the rest of another; examples may be folded with positions into the first axis."""
+def _one_among(example: int, mine: Any, others: Any) -> Any:
+    """One example of a batch and the rest of another; examples may be folded with positions into the first axis."""
     if not isinstance(mine, Tensor) or mine.shape != others.shape or len(mine) % BATCH:
         return mine
-    count = len(mine) // BATCH
-    return torch.cat([mine[:count], others[count:]])
+    mixed, count = others.clone(), len(mine) // BATCH
+    mixed[example * count : (example + 1) * count] = mine[example * count : (example + 1) * count]
+    return mixed
 
 
 def checked(model: nn.Module, inputs: Inputs) -> dict[str, Any]:
