@@ -4,7 +4,7 @@ The compiler would trace hooks and function modes together with the model, in pi
 computes other outputs for some models, silently: Llama with its cache of keys and values, if the compiler's recompile
 limit is raised to 64. For others it fails with an internal error. So a recording asks for uncompiled execution, of all
 compiled functions of the process, until the last recording is closed. Outside of recordings compiled code has no trace
-of the hooks. The price is the compiler's gain: a small GPT on two cores took 0.79 of the time with pieces compiled.
+of the hooks. The price is what the compiler would gain in the pieces.
 """
 
 import sys

@@ -12,12 +12,7 @@ from tests.alignment.test_inputs import N, assert_exact, token_losses
 V, D = 7, 6
 
 
-@pytest.fixture(autouse=True)
-def _double():
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double_precision")
 
 
 def losses_of(ids):

@@ -85,12 +85,7 @@ def test_positions_shared_by_all_examples(length):
         model.embed(ids, torch.arange(length)).square().sum().backward()
 
 
-@pytest.fixture(autouse=True)
-def _double():
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double_precision")
 
 
 def linear(*sizes):

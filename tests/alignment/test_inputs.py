@@ -17,12 +17,7 @@ from inloop.errors import BatchSizeError, UnsupportedLayerError
 N = 5
 
 
-@pytest.fixture(autouse=True)
-def _double():
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double_precision")
 
 
 def rewards_and_truth(model, losses):

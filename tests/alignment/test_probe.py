@@ -26,13 +26,7 @@ from tests.alignment.exactness import (
     x,
 )
 
-
-@pytest.fixture(autouse=True)
-def _double():
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double_precision")
 
 
 def linear(*sizes):

@@ -303,10 +303,6 @@ class Watch:
         """Whether the running layer was called without data, so that its operations are recorded in its place."""
         return bool(self._layers) and not self._layers[-1]
 
-    @property
-    def is_running(self) -> bool:
-        return self._tracer is not None
-
     def enter_model(self, model: nn.Module, part: str, inputs: Any) -> None:
         if not torch.is_grad_enabled():
             return

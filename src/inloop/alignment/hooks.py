@@ -23,7 +23,7 @@ def hook_gradient(output: Tensor, waiting: Waiting) -> None:
     A tensor's hook sees the gradient of the value that the tensor has now, even if it changes in place afterwards. This
     fails for a view (Linear with a bias returns one for inputs with more than two axes): a change in place gives it a
     new history, without the hook. So a view's hook goes on its base and reads the view's part of the gradient. The view
-    must be the only one of its base that is used. An expanded view cannot change in place, and its base has less rows.
+    must be the only one of its base that is used. An expanded view cannot change in place, and its base has fewer rows.
     """
     base = output._base
     is_expanded = any([stride == 0 and size > 1 for stride, size in zip(output.stride(), output.shape, strict=True)])
