@@ -22,8 +22,8 @@ test-slow: $(INSTALLED)  ## the tests that take minutes
 	$(BIN)/pytest -n auto -m slow
 
 test-models: $(INSTALLED)  ## one small model of every family of transformers and timm; continues after an interruption
-	$(BIN)/python -m pip install --quiet --no-deps torchvision==0.28.0 timm scipy  # with its dependencies torchvision brings another torch
-	$(BIN)/python results/models/run.py
+	$(BIN)/python -m pip install --quiet --no-deps --target build/models torchvision==0.28.0 timm==1.0.31 scipy==1.17.1  # not in .venv, where transformers would try to import this torchvision
+	PYTHONPATH=build/models $(BIN)/python results/models/run.py
 	$(BIN)/python results/models/table.py
 
 lint: $(INSTALLED)  ## style, types, and what may import what

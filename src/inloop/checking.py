@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from inloop.alignment.inputs import has_several_rows, tensors_of
 from inloop.alignment.plan import LayerFilter
 from inloop.brute_force import Losses, Row, compare
 from inloop.errors import InloopError, UsageError
@@ -99,7 +100,7 @@ def check(
             "decompose the batch's gradient and add up to it, but are no derivatives of single losses. This check puts BatchNorm "
             "in eval mode."
         )
-    options: dict[str, Any] = {"layers": layers, "batchnorm_affine": batchnorm_affine}
+    options: dict[str, Any] = {"layers": layers, "batchnorm_affine": batchnorm_affine, "num_examples": num_examples}
     try:
         in_float64 = _compared(*_in_float64(replica, few), losses, options)
         if in_float64.ok or not _leaves_float64(*_in_float64(replica, few), losses):
@@ -138,6 +139,8 @@ def _first(model: nn.Module, batch: Any, losses: Losses, num_examples: int) -> t
     count = len(values)
     if count < 2:
         raise UsageError("The batch has one example; at least 2 are needed.")
+    if any(has_several_rows(tensor, count) for tensor in tensors_of(batch)):
+        return batch, count  # which rows are those of the first examples is not known yet
     few = tree_map_only(Tensor, lambda t: t[:num_examples] if t.dim() and len(t) == count else t, batch)
     return few, min(num_examples, count)
 

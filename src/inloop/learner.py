@@ -252,7 +252,7 @@ class InLoop:
         self.reference.batch_begins(self.num_announced - 1)
         if draw.plain:
             self._recorder.expect_plain()
-        self._recorder.expect(self.num_announced - 1, draw.rewarded_here)
+        self._recorder.expect(self.num_announced - 1, draw.num_examples, draw.rewarded_here)
 
     def use_optimizer(self, optimizer: object) -> None:
         """Reward the steps of this optimizer from here on, if it was made after the learner or in place of another."""

@@ -93,10 +93,10 @@ class StepRecorder:
             at_once = self._may_align_at_once and not self._is_sharded and self.may_record_less()
             self._recorder.start(self.record.reduction, known if at_once else None)
 
-    def expect(self, batch: int, rows: Tensor | None) -> None:
+    def expect(self, batch: int, num_examples: int, rows: Tensor | None) -> None:
         """The next passes belong to this micro-batch, of which only the examples ``rows`` are rewarded; None for all."""
         if self.tape is not None:
-            self.tape.batch = batch
+            self.tape.batch, self.tape.announced = batch, num_examples
             if rows is not None:
                 self.tape.part[batch] = rows
 

@@ -17,7 +17,7 @@ from torch.overrides import _get_current_function_mode_stack
 from inloop import InLoop, InloopError, MixturePolicy, capture
 from inloop.alignment.oracles import align_by_loss
 from inloop.alignment.plan import make_plan
-from inloop.alignment.probe import layouts_of
+from inloop.alignment.probe import find_examples
 from tests.alignment.architectures import D, Model, N, T
 from tests.alignment.exactness import (
     assert_exact,
@@ -277,7 +277,7 @@ def test_trying_a_compiled_model_compiles_nothing():
     torch._dynamo.reset()
     graphs = []
     model = torch.compile(PositionsFirst(), backend=lambda graph, _: graphs.append(graph) or graph.forward)
-    layouts = layouts_of(model, "", ((torch.randn(6, 6, 4),), {}), make_plan(model))
+    layouts = find_examples(model, "", ((torch.randn(6, 6, 4),), {}), None, make_plan(model)).layouts
     assert layouts[("_orig_mod.first", 0)].axis == 1
     assert not graphs
 

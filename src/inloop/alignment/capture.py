@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from inloop.alignment.direction import Direction, gradients_of
 from inloop.alignment.plan import LayerFilter, make_plan
-from inloop.alignment.probe import layouts_of
+from inloop.alignment.probe import find_examples
 from inloop.alignment.recorder import Recorder
 from inloop.alignment.replay import model_call, whole_site, with_segments
 from inloop.alignment.tape import Reduction, Retention, Tape
@@ -61,12 +61,15 @@ class Recording:
 
 
 @contextmanager
-def capture(model: nn.Module, record: Recording | None = None, **options: Any) -> Iterator[Tape]:
+def capture(
+    model: nn.Module, record: Recording | None = None, *, num_examples: int | None = None, **options: Any
+) -> Iterator[Tape]:
     """Record one forward and backward pass, to align its examples with any direction afterwards.
 
     Args:
         model: Any module. The first axis of its first input counts the examples; inloop finds them in its layers.
         record: The options of the recording.
+        num_examples: How many examples the pass has, if its first input has several rows for each, such as the patches of all images.
         options: Single options of :class:`Recording`, which override those of ``record``.
 
     Raises:
@@ -92,6 +95,7 @@ def capture(model: nn.Module, record: Recording | None = None, **options: Any) -
     before = {name: g.clone() for name, g in gradients_of(model).items() if g is not None and record.verify}
     try:
         tape = recorder.start(record.reduction)
+        tape.announced = num_examples
         yield tape
         recorder.stop()
         if tape.seen:
@@ -136,5 +140,5 @@ def make_recorder(model: nn.Module, record: Recording, segments: Iterable[str] =
         copy_inputs=record.copy_inputs,
         retain=record.retain,
         make_model_call=model_call,
-        find_layouts=partial(layouts_of, plan=plan),
+        find_examples=partial(find_examples, plan=plan),
     )

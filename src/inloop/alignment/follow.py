@@ -11,7 +11,7 @@ first step the watch is removed, unless it found something.
 import itertools
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,22 @@ from inloop.hooks import Hook
 from inloop.uncompiled import not_compiled
 
 Record = Callable[[Use], None]
-FindLayouts = Callable[[nn.Module, str, Any], Layouts | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Where the examples of a pass are.
+
+    Attributes:
+        num_examples: How many there are; None if no input counts them.
+        layouts: Of all outputs that do not simply have examples on the first axis; None with too few examples to tell.
+    """
+
+    num_examples: int | None
+    layouts: Layouts | None
+
+
+FindExamples = Callable[[nn.Module, str, Any, int | None], Found]
 
 
 class Constant:
@@ -247,8 +262,9 @@ class Watch:
         is_active: Returns whether to watch passes now.
         record: Called with each use of parameters outside of layer calls, the parameters by name, and a key for it that
             is the same in every pass.
-        find_layouts: Takes the model, the name of the part that is called, and its inputs. Returns where the examples
-            are in the layers' outputs, or None if that cannot be found out yet. Not needed if it is known.
+        announced: Returns how many examples the next pass should have, if that is known.
+        find_examples: Takes the model, the name of the part that is called, its inputs, and how many examples they should
+            have. Not needed if it is known where they are.
 
     Attributes:
         is_needed: Whether every pass must be watched: one showed a parameter outside of layer calls, or examples that
@@ -266,14 +282,16 @@ class Watch:
         plan: Plan,
         is_active: Callable[[], bool],
         record: Callable[[Use, dict[str, Tensor], tuple[str, int]], None],
-        find_layouts: FindLayouts | None = None,
+        announced: Callable[[], int | None] = lambda: None,
+        find_examples: FindExamples | None = None,
     ) -> None:
         self.is_needed = bool(plan.bare)
-        self.knows_layouts = find_layouts is None
+        self.knows_layouts = find_examples is None
         self.layouts: Layouts = {}
         self.num_examples: int | None = None
         self.is_whole, self.has_one_example = True, False
-        self._plan, self._is_active, self._record, self._find_layouts = plan, is_active, record, find_layouts
+        self._plan, self._is_active, self._record = plan, is_active, record
+        self._announced, self._find_examples = announced, find_examples
         self._tracer: Tracer | None = None
         self._depth = 0
         self._num_uses: Counter[object] = Counter()
@@ -312,17 +330,26 @@ class Watch:
             return
         if part and torch._C._current_graph_task_id() != -1:
             return  # a checkpoint runs it again
-        self.num_examples, self.is_whole = num_examples_of(inputs), not part
-        self.has_one_example = self.is_whole and hold_one_example(inputs)
-        if self._find_layouts is not None and (found := self._find_layouts(model, part, inputs)) is not None:
-            self.layouts = {**self.layouts, **found} if part else found
-            self.knows_layouts = True
-            self.is_needed |= bool(found)  # reading them takes the number of examples of each pass
+        self.num_examples, self.is_whole, announced = num_examples_of(inputs), not part, self._announced()
+        self.has_one_example = self.is_whole and hold_one_example(inputs, announced)
+        if self.has_one_example:
+            self.num_examples = 1
+        elif self._find_examples is not None:
+            found = self._find_examples(model, part, inputs, announced)
+            self.num_examples = found.num_examples
+            self._note_layouts(found.layouts, part)
         self._names.clear()
         self.parameters_changed()
         self._num_uses.clear()
         self._tracer = Tracer(model, partial(self._name_of, model), self.num_examples, self._use)
         self._tracer.__enter__()  # type: ignore[no-untyped-call]
+
+    def _note_layouts(self, layouts: Layouts | None, part: str) -> None:
+        if layouts is None:
+            return
+        self.layouts = {**self.layouts, **layouts} if part else layouts
+        self.knows_layouts = True
+        self.is_needed |= bool(layouts)  # reading them takes the number of examples of each pass
 
     def parameters_changed(self, *_: Any) -> None:
         """Look up names again: other tensors may have taken the place of parameters."""

@@ -7,7 +7,7 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from types import FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -39,9 +39,15 @@ def num_examples_of(inputs: Any) -> int | None:
     return next((_count(part) for part in _tensors(inputs) if _count(part) is not None), None)
 
 
-def hold_one_example(inputs: Any) -> bool:
-    """Whether the batch has one example: so says the first tensor, and no other with several axes says otherwise."""
-    return num_examples_of(inputs) == 1 and all(len(tensor) == 1 for tensor in tensors_of(inputs) if tensor.dim() > 1)
+def hold_one_example(inputs: Any, announced: int | None = None) -> bool:
+    """Whether the batch has one example: so says the first tensor, and no other with several axes says otherwise.
+
+    If one example was ``announced``, a single tensor with one row is enough: another may have the patches of an image.
+    """
+    tensors = [tensor for tensor in tensors_of(inputs) if tensor.dim()]
+    if announced == 1 and any(len(tensor) == 1 for tensor in tensors):
+        return True
+    return num_examples_of(inputs) == 1 and all(len(tensor) == 1 for tensor in tensors if tensor.dim() > 1)
 
 
 def tensors_of(inputs: Any) -> list[Tensor]:
@@ -55,7 +61,9 @@ def copied(inputs: Inputs) -> Inputs:
     return args, kwargs
 
 
-def exchanged(inputs: Inputs, replaced_N: Tensor, squares: bool = True) -> Inputs:
+def exchanged(
+    inputs: Inputs, replaced_N: Tensor, *, squares: bool = True, folded: Literal["", "together", "apart"] = ""
+) -> Inputs:
     """Return a copy in which each replaced example equals the one before it in the batch.
 
     Examples of a packed sequence have different lengths. There a replaced one has other values instead.
@@ -63,19 +71,34 @@ def exchanged(inputs: Inputs, replaced_N: Tensor, squares: bool = True) -> Input
     Args:
         replaced_N: Marks the examples to replace.
         squares: Also replace in tensors of shape [N, N], which may be masks over positions.
+        folded: Also replace in tensors with several rows for each example, such as the patches of all images: rows of an
+            example are together, [N * k, ...], or apart, [k * N, ...].
     """
     n = len(replaced_N)
 
     def exchange(part: Any) -> Any:
         if isinstance(part, PackedSequence):
             return _exchanged_packed(part, replaced_N) if _count(part) == n else _copied(part)
+        if folded and has_several_rows(part, n):
+            sizes, axis = ((n, -1), 0) if folded == "together" else ((-1, n), 1)
+            return _exchange(part.unflatten(0, sizes), axis).flatten(0, 1)
         if not part.dim() or len(part) != n or (part.shape == (n, n) and not squares):
             return _copied(part)
-        rows = replaced_N.to(part.device).view(-1, *[1] * (part.dim() - 1))
-        return torch.where(rows, part.roll(1, 0), part).detach()
+        return _exchange(part, 0)
+
+    def _exchange(part: Tensor, axis: int) -> Tensor:
+        rows = replaced_N.to(part.device).view(-1, *[1] * (part.dim() - 1 - axis))
+        return torch.where(rows, part.roll(1, axis), part).detach()
 
     args, kwargs = _map(exchange, inputs, {})
     return args, kwargs
+
+
+def has_several_rows(part: Any, num_examples: int) -> bool:
+    """Whether a tensor may have several rows for each example on its first axis."""
+    if not isinstance(part, Tensor) or not part.dim() or num_examples < 1:
+        return False
+    return len(part) > num_examples and len(part) % num_examples == 0
 
 
 def with_own_objects(inputs: Inputs) -> Inputs:

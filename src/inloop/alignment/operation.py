@@ -158,7 +158,8 @@ def _refuse_shared(use: Use, layout: Layout, num_examples: int | None) -> None:
     raise UnsupportedLayerError(
         f"Parameter '{use.names[0]}' meets the data {use.where}, in a tensor of shape {shape}, in which the {num_examples} examples "
         "cannot be found on the first axis. Fix: give it a row for each example, as in queries.expand(N, -1, -1), put the "
-        "operation into a small module of its own, or leave the parameter out with layers=."
+        "operation into a small module of its own, say how many examples there are if the first input has several rows for each "
+        "(capture(num_examples=); a learner does so by itself), or leave the parameter out with layers=."
     )
 
 

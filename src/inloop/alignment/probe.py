@@ -15,7 +15,7 @@ import logging
 import random
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,8 +29,8 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 
 from inloop.alignment.call import SHARED, Layout, Layouts, make_twin
-from inloop.alignment.follow import Watch
-from inloop.alignment.inputs import Inputs, copied, exchanged, num_examples_of, tensors_of
+from inloop.alignment.follow import Found, Watch
+from inloop.alignment.inputs import Inputs, copied, exchanged, has_several_rows, num_examples_of, tensors_of
 from inloop.alignment.kept import tensors_in
 from inloop.alignment.operation import Use
 from inloop.alignment.plan import Plan
@@ -50,20 +50,38 @@ _AXES = (0, 1, 2)
 _KNOWN: "weakref.WeakKeyDictionary[nn.Module, dict[object, Layouts]]" = weakref.WeakKeyDictionary()
 
 
-def layouts_of(model: nn.Module, part: str, inputs: Inputs, plan: Plan) -> Layouts | None:
-    """Return the layouts of all outputs that do not simply have examples on the first axis; None with too few examples.
+def find_examples(model: nn.Module, part: str, inputs: Inputs, announced: int | None, plan: Plan) -> Found:
+    """Find the examples of a pass in all outputs.
 
     Args:
         part: The name of the part of the model that is called with these inputs; "" for the model.
+        announced: How many examples the pass should have, if that is known. The first tensor counts them, unless it has
+            several rows for each, such as the patches of all images.
 
     Raises:
         UnsupportedLayerError: If the rows of an output are not the examples in their order.
     """
-    if any(tensor.is_nested for tensor in tensors_of(inputs)):
-        return {}  # refused by the first layer
-    num_examples = num_examples_of(inputs) or 0
+    tensors, counted = tensors_of(inputs), num_examples_of(inputs)
+    if any(tensor.is_nested for tensor in tensors):
+        return Found(counted, {})  # refused by the first layer
+    if (
+        announced is not None
+        and announced > 1
+        and not part
+        and has_several_rows(tensors[0] if tensors else None, announced)
+    ):
+        with suppress(UnsupportedLayerError):
+            return Found(announced, _known_layouts(model, part, plan, inputs, announced, only_folded=True))
+    return Found(counted, _known_layouts(model, part, plan, inputs, counted or 0))
+
+
+def _known_layouts(
+    model: nn.Module, part: str, plan: Plan, inputs: Inputs, num_examples: int, only_folded: bool = False
+) -> Layouts | None:
+    """Return the layouts as the first pass of this kind has shown them."""
     options = tuple(leaf for leaf in tree_leaves(inputs) if isinstance(leaf, bool | int | str))
-    kind = part, tuple(site.name for site in plan.sites), tuple(tensor.dim() for tensor in tensors_of(inputs)), options
+    dims = tuple(tensor.dim() for tensor in tensors_of(inputs))
+    kind = part, tuple(site.name for site in plan.sites), dims, options, only_folded
     known = _KNOWN.setdefault(model, {})
     # A number among the options may count steps, say. If it makes no difference, try no more.
     if kind not in known and len(known) >= _MOST_KINDS:
@@ -76,7 +94,7 @@ def layouts_of(model: nn.Module, part: str, inputs: Inputs, plan: Plan) -> Layou
         if min(gather_counts(num_examples) if sharded else (num_examples,)) < 2:  # too few to exchange
             return None
         try:
-            known[kind] = _try(model, part, plan, inputs, num_examples, sharded)
+            known[kind] = _try(model, part, plan, inputs, num_examples, sharded, only_folded)
         except UnsupportedLayerError:
             if not part:
                 raise
@@ -84,29 +102,41 @@ def layouts_of(model: nn.Module, part: str, inputs: Inputs, plan: Plan) -> Layou
     return known[kind]
 
 
-def _try(model: nn.Module, part: str, plan: Plan, inputs: Inputs, num_examples: int, sharded: bool) -> Layouts:
+def _try(
+    model: nn.Module, part: str, plan: Plan, inputs: Inputs, num_examples: int, sharded: bool, only_folded: bool
+) -> Layouts:
     outputs = partial(_outputs_in_place if sharded else _outputs, model, part, plan)
     groups = _groups(num_examples)
     # The first input of a part need not be the batch, and equal examples show nothing.
     may_be_shared = not part and all(_differ(inputs, exchanged(inputs, some)) for some in groups)
     layers = {site.name for site in plan.sites} if may_be_shared else set()
     has_square = any(tensor.shape == (num_examples, num_examples) for tensor in tensors_of(inputs))
+    has_folded = any(has_several_rows(tensor, num_examples) for tensor in tensors_of(inputs)) and not sharded
 
     def anyone(lost: list[_Key]) -> bool:
         """Whether a process lost an output: all run a sharded model together, as often as one of them needs it."""
         return bool(gather_numbers(bool(lost)).any()) if sharded else bool(lost)
 
+    def after(**how: Any) -> tuple[dict[_Key, Layout], list[_Key]]:
+        """The layouts that fit if examples are exchanged in this way, and the outputs that fit none."""
+        return _find(before, [(outputs(exchanged(inputs, some, **how)), some) for some in groups], layers)
+
     try:
         with _nothing_outside_moves(model):
             before = outputs(copied(inputs))
-            found, lost = _find(before, [(outputs(exchanged(inputs, some)), some) for some in groups], layers)
-            if anyone(lost) and has_square:  # it may be a mask over positions, which must stay as it is
-                after = [(outputs(exchanged(inputs, some, squares=False)), some) for some in groups]
-                found, lost = _find(before, after, layers)
-            if anyone(lost):
+            found, lost = ({}, list(before)) if only_folded else after()
+            if (
+                anyone(lost) and has_square and not only_folded
+            ):  # it may be a mask over positions, which must stay as it is
+                found, lost = after(squares=False)
+            if has_folded and (lost or SHARED in found.values()):
+                together, lost_together = after(folded="together")
+                if not lost_together and after(folded="apart")[1]:  # else the rows might be apart as well
+                    found, lost = together, []
+            if anyone(lost) and not only_folded:
                 found |= _find_moved(outputs, inputs, num_examples, lost)
             lost = [key for key in lost if key not in found]
-            if lost and not sharded:
+            if lost and not sharded and not only_folded:
                 _set_seed(0)
                 twin = _sample(model)
                 lost = [] if agrees_with_brute_force(twin, part, plan, inputs, found, num_examples) else lost
@@ -124,7 +154,8 @@ def _try(model: nn.Module, part: str, plan: Plan, inputs: Inputs, num_examples: 
             f"When some examples of the batch are exchanged, other rows of '{lost[0][0]}', of shape {shape}, change than theirs, or none: "
             f"the rows are not the {num_examples} examples in their order, or examples depend on each other or on their place. Whose a row "
             "is stays unknown. Fix: give the layer a row for each example, in order (sort and route outside of the model), pass the batch "
-            "as the model's first tensor, which is where the examples are counted, or leave the layer out with layers=."
+            "as the model's first tensor, which is where the examples are counted (or say how many there are with capture(num_examples=), as a "
+            "learner does by itself), or leave the layer out with layers=."
         )
     return {key: layout for key, layout in found.items() if layout != Layout()}
 
@@ -200,8 +231,9 @@ def _find_moved(
 def _candidates(shape: torch.Size, num_examples: int) -> list[Layout]:
     """Return the possible layouts, in order of preference."""
     found = [Layout(axis) for axis in _AXES if len(shape) > axis and shape[axis] == num_examples]
-    if shape and shape[0] != num_examples and shape[0] % num_examples == 0:
-        found += [Layout(0, folded=True), Layout(0, folded=True, positions_first=True)]
+    for axis in _AXES:
+        if len(shape) > axis and shape[axis] > num_examples and shape[axis] % num_examples == 0:
+            found += [Layout(axis, folded=True), Layout(axis, folded=True, positions_first=True)]
     return found
 
 

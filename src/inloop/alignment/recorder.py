@@ -34,7 +34,7 @@ from inloop.alignment.call import (
 )
 from inloop.alignment.direction import Direction
 from inloop.alignment.early import EarlyAlignment
-from inloop.alignment.follow import FindLayouts, Watch
+from inloop.alignment.follow import FindExamples, Watch
 from inloop.alignment.hooks import NODES, Exchange, Fused, Identity, hook_gradient
 from inloop.alignment.inputs import example_of_row, have_objects, with_own_objects
 from inloop.alignment.kept import tensors_in, versions_of
@@ -59,7 +59,7 @@ class Recorder:
     Args:
         make_model_call: Returns a function that makes the calls of a site with an inner plan (``replay.py``).
         layouts: Where the examples are in the outputs, if known.
-        find_layouts: Finds it out for a model and its inputs, if it is not known (``probe.py``).
+        find_examples: Finds it out for a model and its inputs, if it is not known (``probe.py``).
 
     Attributes:
         early: Receives every gradient that arrives; None if nothing aligns early.
@@ -75,7 +75,7 @@ class Recorder:
         retain: Retention = "exact",
         make_model_call: MakeModelCall | None = None,
         layouts: Layouts | None = None,
-        find_layouts: FindLayouts | None = None,
+        find_examples: FindExamples | None = None,
     ) -> None:
         self.copy_inputs = copy_inputs
         self.retain: Retention = retain
@@ -108,7 +108,9 @@ class Recorder:
         # Watch, unless the whole model is run again, until a step shows that there is no need.
         if not any(site.inner is not None and not site.name for site in plan.sites):
             operations = _Operations(self)
-            self._watch = Watch(model, plan, operations.are_recorded, operations.record, find_layouts)
+            self._watch = Watch(
+                model, plan, operations.are_recorded, operations.record, operations.num_announced, find_examples
+            )
             self._watch.layouts = self._layouts
             handles.extend(self._watch.handles)
 
@@ -246,6 +248,11 @@ class _Operations:
     def are_recorded(self) -> bool:
         recorder = self._recorder()
         return recorder is not None and recorder.tape is not None
+
+    def num_announced(self) -> int | None:
+        """How many examples the running pass should have, if that is known."""
+        recorder = self._recorder()
+        return None if recorder is None or recorder.tape is None else recorder.tape.announced
 
     def record(self, use: Use, parameters: dict[str, Tensor], key: tuple[str, int]) -> None:
         recorder = self._recorder()

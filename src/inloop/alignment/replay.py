@@ -28,7 +28,7 @@ from inloop.alignment.call import LayerCall, Layouts, Recorded, make_twin
 from inloop.alignment.inputs import num_examples_of
 from inloop.alignment.kept import Kept, tensors_in
 from inloop.alignment.plan import LayerFilter, Plan, Site, as_predicate, make_plan
-from inloop.alignment.probe import layouts_of
+from inloop.alignment.probe import find_examples
 from inloop.alignment.recorder import Recorder
 from inloop.alignment.tape import Tape, batch_sizes
 from inloop.alignment.verify import refuse_unseen_uses
@@ -99,8 +99,9 @@ class ModelCall(RunAgain):
 
     def _layouts(self) -> Layouts:
         model = self.model()
-        found = None if model is None else layouts_of(model, "", (self.args, self.kwargs), self.plan)
-        return found or {}
+        if model is None:
+            return {}
+        return find_examples(model, "", (self.args, self.kwargs), None, self.plan).layouts or {}
 
 
 def model_call(site: Site) -> Callable[..., ModelCall]:

@@ -79,6 +79,7 @@ class Tape:
         self.calls: list[Kept] = []
         self.part: dict[int, Tensor] = {}
         self.batch = 0  # the micro-batch of forward passes now
+        self.announced: int | None = None  # how many examples that has, if it is known
         self.given: dict[int, int] = {}  # how many examples the model was given, by micro-batch, where that is known
         self.running: dict[str, BeforeCall] = {}  # black boxes whose forward pass is running
         self.reached: Counter[str] = Counter()
