@@ -422,3 +422,19 @@ def test_a_module_that_calls_itself_is_refused_by_name():
     model = Recursive()
     with pytest.raises(UnsupportedLayerError, match="calls itself"), capture(model):
         model(torch.randn(2, 5))
+
+
+class Gated(nn.Module):
+    """Its own parameter enters the output only if there is a second input."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.layer = nn.Parameter(torch.randn(3)), nn.Linear(3, 3)
+
+    def forward(self, x, more=None):
+        return x * 2 if more is None else x * self.weight + self.layer(more)
+
+
+def test_a_module_whose_parameters_do_not_enter_its_output():
+    first, gated = nn.Linear(3, 3).double(), Gated().double()
+    assert_exact(nn.Sequential(first, gated), x(3))

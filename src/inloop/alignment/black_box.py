@@ -129,6 +129,8 @@ class BlackBoxCall(RunAgain):
             }
             out = self.checked(tensors_in(self.run(parameters)))[self.output_index]
             self.refuse_parameters_of_others(graph_of(out)[1])
+            if not out.requires_grad:  # this time its parameters do not enter the output
+                return torch.zeros(self.num_examples, dtype=self.dtype, device=self.device)
             inputs = [parameters[name] for name in self.parameter_names]
             given = [direction.get(name) for name in self.parameter_names]
             directions = [torch.zeros_like(p) if d is None else d.to(p) for p, d in zip(inputs, given, strict=True)]
