@@ -438,3 +438,28 @@ class Gated(nn.Module):
 def test_a_module_whose_parameters_do_not_enter_its_output():
     first, gated = nn.Linear(3, 3).double(), Gated().double()
     assert_exact(nn.Sequential(first, gated), x(3))
+
+
+class ReturnsItsBias(nn.Module):
+    """As in GPT-NeoX-Japanese: the caller adds the bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.bias = nn.Linear(3, 3), nn.Parameter(torch.randn(3))
+
+    def forward(self, x):
+        return self.layer(x), self.bias
+
+
+class AddsTheBias(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = ReturnsItsBias()
+
+    def forward(self, x):
+        out, bias = self.first(x)
+        return (out + bias).tanh()
+
+
+def test_a_parameter_among_the_outputs():
+    assert_exact(AddsTheBias().double(), x(3))

@@ -467,7 +467,7 @@ class AfterForward(_LayerHook):
 
         def exchange(out: Tensor) -> Tensor:
             index = next(places)
-            if not out.requires_grad:
+            if not out.requires_grad or isinstance(out, nn.Parameter):  # a parameter is followed by itself
                 return out
             waiting = tape.wait_for_gradient(self._placed(recorder, call, index, out, inputs[0]))
             # A view of the input: a change in place would change the input without autograd's knowledge.
