@@ -463,3 +463,26 @@ class AddsTheBias(nn.Module):
 
 def test_a_parameter_among_the_outputs():
     assert_exact(AddsTheBias().double(), x(3))
+
+
+class Masks(nn.Module):
+    """Its scores of what is masked are -inf, and do not enter the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+
+    def forward(self, x):
+        return torch.cat([x * self.weight, torch.full_like(x, -torch.inf)], dim=1)
+
+
+def test_an_output_with_infinities():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.masks, self.last = Masks(), nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.last(self.masks(x)[:, :3])
+
+    assert_exact(Model().double(), x(3))

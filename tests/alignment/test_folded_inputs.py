@@ -108,3 +108,28 @@ def test_patches_of_images_alone_are_refused_without_the_number():
     model = Tower()
     with pytest.raises(InloopError, match="num_examples="), capture(model):
         model(*images()).square().mean().backward()
+
+
+class ManyExperts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.experts = nn.Linear(D, D), Batched()
+
+    def forward(self, x):
+        flat = self.first(x).view(-1, D).repeat(3, 1)
+        return self.experts(flat).view(3, *x.shape).sum(0)
+
+
+class Batched(nn.Module):
+    """Owns its parameters, so it is run again as a whole; its output has rows of experts, examples and positions on one axis."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, D, D))
+
+    def forward(self, flat):
+        return torch.bmm(flat.view(3, -1, D), self.weight).tanh().view(-1, D)
+
+
+def test_experts_that_all_see_all_examples():
+    assert_exact(ManyExperts(), torch.randn(N, 4, D))

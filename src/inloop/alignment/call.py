@@ -37,12 +37,14 @@ class Layout:
     Attributes:
         folded: Whether each example has several rows on that axis.
         positions_first: For a folded axis, whether rows are ordered by position first, then by example.
+        groups: For a folded axis, how many groups of all examples follow each other, as where every expert sees all.
         shared: Whether the output belongs to no example: all share it, as a table of positions.
     """
 
     axis: int = 0
     folded: bool = False
     positions_first: bool = False
+    groups: int = 1
     shared: bool = False
 
     def example_of_row(self, output: Tensor, num_examples: int | None) -> Tensor | None:
@@ -50,7 +52,10 @@ class Layout:
         if not self.folded or not num_examples or output.shape[self.axis] // num_examples <= 1:
             return None
         rows = torch.arange(output.shape[self.axis], device=output.device)
-        return rows % num_examples if self.positions_first else rows // (len(rows) // num_examples)
+        if self.positions_first:
+            return rows % num_examples
+        in_group = rows % (len(rows) // self.groups)
+        return in_group // max(1, len(rows) // self.groups // num_examples)
 
 
 PLAIN = Layout()

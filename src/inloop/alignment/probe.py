@@ -47,6 +47,7 @@ _Seen = dict[_Key, _Sums]
 
 _MOST_KINDS = 16
 _AXES = (0, 1, 2)
+_MOST_GROUPS = 257  # of all examples, on one axis
 _KNOWN: "weakref.WeakKeyDictionary[nn.Module, dict[object, Layouts]]" = weakref.WeakKeyDictionary()
 
 
@@ -234,6 +235,8 @@ def _candidates(shape: torch.Size, num_examples: int) -> list[Layout]:
     for axis in _AXES:
         if len(shape) > axis and shape[axis] > num_examples and shape[axis] % num_examples == 0:
             found += [Layout(axis, folded=True), Layout(axis, folded=True, positions_first=True)]
+            each = shape[axis] // num_examples
+            found += [Layout(axis, folded=True, groups=n) for n in range(2, min(each, _MOST_GROUPS)) if each % n == 0]
     return found
 
 
@@ -270,11 +273,11 @@ def _misfit(
 
 def _by_example(layout: Layout | None, rows: Tensor, num_examples: int) -> Tensor:
     """Group the rows by example, [N, rows of each, 2]."""
-    if layout is None or not len(rows) or len(rows) % num_examples:
+    if layout is None or not len(rows) or len(rows) % (num_examples * layout.groups):
         return rows
     if layout.positions_first:
         return rows.view(-1, num_examples, 2).transpose(0, 1)
-    return rows.view(num_examples, -1, 2)
+    return rows.view(layout.groups, num_examples, -1, 2).transpose(0, 1).flatten(1, 2)
 
 
 # ---------------------------------------------------------------- passes
