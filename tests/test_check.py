@@ -66,6 +66,7 @@ def test_examples_that_interact_are_wrong():
     report = inloop.check(nn.Sequential(nn.Linear(8, 4)), torch.randn(16, 8), contrast)
     assert not report.ok
     assert report.max_relative_error > 0.01
+    assert report.interact
     assert "examples interact" in report.problems[0]
 
 
@@ -80,6 +81,8 @@ def test_a_wrong_rule_is_found():
     finally:
         del _RULES[Twice]
     assert [row.parameter for row in report.rows if not row.exact] == ["1.weight", "1.bias"]
+    assert not report.interact
+    assert "a rule of your own" in report.problems[0]
 
 
 def test_what_cannot_be_aligned_is_a_problem():

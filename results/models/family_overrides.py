@@ -1,7 +1,7 @@
 """What the families of transformers need that the names of their attributes do not tell.
 
 Of a family: ``config``, values instead of the generic ones (dicts for parts); ``classes``, what to build; ``inputs``, inputs to add by name: a shape, or a
-function of the maker of inputs (None leaves the input out).
+function of the maker of inputs (None leaves the input out); ``skip``, why it is not tried.
 """
 
 from typing import Any
@@ -84,6 +84,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
             "freq": lambda _: torch.zeros(BATCH, 1, dtype=torch.long),
         },
     },
+    "efficientloftr": {"skip": "the loss of random weights does not depend on the images: all gradients are rounding"},
     "emu3": {"config": {"vocabulary_map": IMAGE_WORDS, "pad_token_id": 0}},
     "encodec": {"inputs": {"input_values": (BATCH, 1, 2000)}},
     "mimi": {"inputs": {"input_values": (BATCH, 1, 4000)}},

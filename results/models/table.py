@@ -13,7 +13,7 @@ from inloop_lab.page_block import with_block
 
 COMMAND = "python results/models/table.py"
 HERE = Path(__file__).parent
-STATUSES = ("exact", "refused", "wrong", "crash")
+STATUSES = ("exact", "interact", "refused", "wrong", "crash")
 LIBRARIES = ("transformers", "timm")
 SHOWN = 160  # characters of a message
 Row = dict[str, Any]
@@ -36,7 +36,7 @@ def totals(rows: Sequence[Row]) -> str:
     for library in LIBRARIES:
         of_library = [row for row in rows if row["library"] == library]
         trained = [row for row in of_library if row["status"] != "not built"]
-        apart = [row for row in trained if not row.get("interacts")]
+        apart = [row for row in trained if not (row.get("interacts") or row["status"] == "interact")]
         learned = sum(row["learner"]["status"] == "ok" for row in trained)
         counts = Counter(row["status"] for row in trained)
         exact_apart = sum(row["status"] == "exact" for row in apart)

@@ -75,6 +75,8 @@ def classes(family: str) -> list[str]:
 def attempts(family: str) -> Iterator[list[Attempt]]:
     """Ways to build a model: small in every way, and then only with few layers; with each of the family's classes."""
     override = OVERRIDES.get(family, {})
+    if "skip" in override:
+        raise Skipped(override["skip"])
     names = override.get("classes", classes(family)[:MOST_CLASSES])
     for size in ("small", "shallow"):
         yield [(f"{size} {name}", lambda size=size, name=name: _model(family, name, size, override)) for name in names]

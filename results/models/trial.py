@@ -163,7 +163,7 @@ def checked(model: nn.Module, inputs: Inputs) -> dict[str, Any]:
     compared = [row for row in report.rows if row.relative_error is not None]
     error = report.max_relative_error
     result: dict[str, Any] = {
-        "status": "exact" if report.ok else "wrong" if report.rows else "refused",
+        "status": "exact" if report.ok else "interact" if report.interact else "wrong" if report.rows else "refused",
         "error": None if math.isnan(error) else error,
         "dtype": report.dtype,
         "compared": len(compared),

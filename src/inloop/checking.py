@@ -14,21 +14,27 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from inloop.alignment.inputs import has_several_rows, tensors_of
+from inloop.alignment.inputs import exchanged, has_several_rows, tensors_of
 from inloop.alignment.plan import LayerFilter
 from inloop.brute_force import Losses, Row, compare
 from inloop.errors import InloopError, UsageError
 
 _HOW_THEY_DIFFER = (
     "{} of {} parameters differ from brute force, the worst is '{}' ({}) by {:.1e} of its largest contribution. The sum over examples "
-    "is right, so one example's contribution counts for another: examples interact (a contrastive loss, mixup, statistics over the "
-    "batch), a rule of your own is wrong, or the rows of that layer are not the examples in their order. Fix: give each "
-    "example a loss of its own, keep examples on the first axis, or leave the layer out with layers=."
+    "is right, so one example's contribution counts for another: {} Fix: give each example a loss of its own, keep examples on the first "
+    "axis, or leave the layer out with layers=."
 )
+_THEY_INTERACT = (
+    "examples interact. If some of this batch are replaced, the losses of others change (a contrastive loss, mixup, statistics or routing "
+    "over the batch), so no example has a gradient of its own to compare with. A learner trains such a model, and rewards each example for its "
+    "part of the batch's gradient: the rows of each layer that are its own."
+)
+_THEY_DO_NOT = "a rule of your own is wrong, or the rows of that layer are not the examples in their order."
 _HOW_THEY_COST = (
     "{:.0%} of the rewards' time goes to modules without a rule of their own ({}): inloop runs them again. This is exact; if it is too "
     "slow, register a rule (inloop.alignment_rule) or leave them out with layers=."
 )
+_CHANGE = 1e-4  # of a loss, that is more than rounding
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,7 @@ class Check:
 
     Attributes:
         dtype: The precision of the comparison.
+        interact: Whether the rewards differ from brute force because the loss of an example depends on the others.
         problems: The errors, each with its fix; empty if the alignment is exact.
         warnings: Remarks that are no errors.
     """
@@ -44,6 +51,7 @@ class Check:
     rows: list[Row] = field(default_factory=list)
     num_examples: int = 0
     dtype: str = ""
+    interact: bool = False
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
@@ -123,7 +131,29 @@ def _compared(model: nn.Module, batch: Any, losses: Losses, options: dict[str, A
             rows, dtype = compare(model, batch, losses, options)
     except InloopError as error:
         return Check(problems=[str(error)])
-    return Check(rows, 0, str(dtype).removeprefix("torch."), _problems(rows), _warnings(rows))
+    wrong = [row for row in rows if row.relative_error is not None and not row.exact]
+    interact = bool(wrong) and _interact(model, batch, losses)
+    problems = [_how_they_differ(wrong, len(rows), interact)] if wrong else []
+    return Check(rows, 0, str(dtype).removeprefix("torch."), interact, problems, _warnings(rows))
+
+
+@torch.no_grad()
+def _interact(model: nn.Module, batch: Any, losses: Losses) -> bool:
+    """Whether losses of examples change when others are replaced."""
+
+    def losses_with(batch: Any) -> Tensor:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return losses(copy.deepcopy(model), batch).double()
+
+    before_N = losses_with(batch)
+    is_replaced_N = torch.arange(len(before_N)) < len(before_N) // 2
+    for replaced_N in (is_replaced_N, ~is_replaced_N):
+        ((others,), _) = exchanged(((batch,), {}), replaced_N, folded="together")
+        change_N = (losses_with(others) - before_N).abs()
+        if bool((change_N > _CHANGE * (before_N.abs() + before_N.abs().mean()))[~replaced_N].any()):
+            return True
+    return False
 
 
 def _first(model: nn.Module, batch: Any, losses: Losses, num_examples: int) -> tuple[Any, int]:
@@ -171,12 +201,10 @@ def _leaves_float64(model: nn.Module, batch: Any, losses: Losses) -> bool:
     return bool(watch.seen)
 
 
-def _problems(rows: list[Row]) -> list[str]:
-    wrong = [row for row in rows if row.relative_error is not None and not row.exact]
-    if not wrong:
-        return []
+def _how_they_differ(wrong: list[Row], num_rows: int, interact: bool) -> str:
     worst = max(wrong, key=lambda row: row.relative_error or 0.0)
-    return [_HOW_THEY_DIFFER.format(len(wrong), len(rows), worst.parameter, worst.rule, worst.relative_error)]
+    reason = _THEY_INTERACT if interact else _THEY_DO_NOT
+    return _HOW_THEY_DIFFER.format(len(wrong), num_rows, worst.parameter, worst.rule, worst.relative_error, reason)
 
 
 def _warnings(rows: list[Row]) -> list[str]:
