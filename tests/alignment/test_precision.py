@@ -9,6 +9,7 @@ from torch import nn
 
 from inloop import capture
 from inloop.alignment.oracles import align_by_loss
+from inloop.errors import VerificationError
 from tests.alignment.exactness import random_direction, relative_error
 
 FLOAT32, BFLOAT16 = 1e-5, 3e-2
@@ -83,3 +84,12 @@ def test_float16_autocast_takes_directions_of_any_size(problem, scale):
     unscaled_N = tape.align(direction)
     scaled_N = tape.align({name: value * scale for name, value in direction.items()})
     assert relative_error(scaled_N / scale, unscaled_N) < BFLOAT16
+
+
+def test_a_norm_whose_gradient_torch_adds_up_in_bfloat16():
+    model = nn.Sequential(nn.Linear(16, 64), nn.LayerNorm(64), nn.Linear(64, 8))
+    weights = torch.randn(8)
+    with pytest.raises(VerificationError, match="adds up the gradients of norms"), capture(model):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(torch.randn(4, 512, 16))
+        (out * weights).sum((1, 2)).mean().backward()

@@ -70,7 +70,7 @@ def verify_calls(
                 continue
             if abs(total - norm) <= _ROUNDING * tolerance * _largest_beside(calls, name, norms):
                 continue
-            raise VerificationError(_what_is_wrong(name, total, norm))
+            raise VerificationError(_what_is_wrong(name, total, norm, _is_added_in_bfloat16(calls, name)))
 
 
 def _that_add_up_together(
@@ -154,10 +154,27 @@ _CAUSES = """Usual reasons, and what to do:
   - the loss has a penalty on the weights, which belongs to no example: loss.backward(); learner.step(loss); penalty.backward(); optimizer.step()
   - a backward pass that is not part of the step (SAM's first, all but the last of LBFGS's closure, a probe): put it into `with learner.paused():`
 If none of them is it, inloop.check(model, batch, losses) compares every parameter with brute force."""
+_ADDED_IN_BFLOAT16 = (
+    "On a CPU, torch adds up the gradients of norms over examples and positions in bfloat16, so they are far too small with a few thousand rows. "
+    "Fix: keep the norm in float32 (torch.autocast(..., enabled=False) around it), or if you accept these gradients, Recording(verify=False)."
+)
 
 
-def _what_is_wrong(name: str, total: float, norm: float) -> str:
-    if total == 0.0:
+def _is_added_in_bfloat16(calls: Sequence[Kept], name: str) -> bool:
+    """Whether the parameter is that of a norm whose output is in bfloat16 on a CPU."""
+    return any(
+        name in call.parameter_names.values()
+        and "Norm" in call.kind
+        and call.coarsest is torch.bfloat16
+        and call.device.type == "cpu"
+        for call in calls
+    )
+
+
+def _what_is_wrong(name: str, total: float, norm: float, added_in_bfloat16: bool) -> str:
+    if added_in_bfloat16 and abs(total) > norm:
+        cause = _ADDED_IN_BFLOAT16
+    elif total == 0.0:
         cause = (
             "No recorded layer used it. Either it is used without calling its module (functional use of the weight), or the hooks "
             "did not run. Fix: call the module, or leave the parameter out with layers=."
