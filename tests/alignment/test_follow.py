@@ -228,3 +228,32 @@ def test_torchscript_is_refused_by_name(make):
     model = nn.Sequential(make(nn.Sequential(linear(D, D), nn.Tanh())), linear(D, 3))
     with pytest.raises(InloopError, match="TorchScript"), capture(model):
         pass
+
+
+class Magnitude(nn.Module):
+    """As in DoRA: owns a parameter, and is given the layers that it scales."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(6))
+
+    def forward(self, x, *, down, up, base):
+        columns = up(down(torch.eye(5, dtype=x.dtype))).T.detach()
+        norm = (base.weight + columns).norm(dim=1)
+        return (self.weight / norm) * (base(x) + up(down(x)))
+
+
+class Adapted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(5, 6).requires_grad_(False)
+        self.down, self.up, self.magnitude = nn.Linear(5, 2, bias=False), nn.Linear(2, 6, bias=False), Magnitude()
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(self.magnitude(x, down=self.down, up=self.up, base=self.base).tanh())
+
+
+def test_a_layer_that_is_given_others(caplog):
+    assert_exact(Adapted().double(), torch.randn(4, 5, dtype=torch.float64))
+    assert not caplog.text

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from inloop.alignment.black_box import random_state
 from inloop.alignment.call import SHARED, Layouts, original_type
 from inloop.alignment.inputs import hold_one_example, num_examples_of
-from inloop.alignment.kept import tensors_in
+from inloop.alignment.kept import leaves_of, tensors_in
 from inloop.alignment.operation import Recipe, Use, Value, is_in_place, is_random_factory
 from inloop.alignment.plan import Plan
 from inloop.hooks import Hook
@@ -382,7 +382,9 @@ class Watch:
         if tracer is None:
             return None
         is_shared = self.layouts.get((name, 0)) is SHARED
-        whole = not counted or (not is_shared and (tracer.has_data(inputs) or tracer.has_row_for_each_example(inputs)))
+        # Modules among the inputs have parameters of their own, so the layer is not a function of its own parameters alone.
+        is_closed = not is_shared and not any(isinstance(leaf, nn.Module) for leaf in leaves_of(inputs))
+        whole = not counted or (is_closed and (tracer.has_data(inputs) or tracer.has_row_for_each_example(inputs)))
         self._layers.append(whole)
         if not whole:
             self.is_needed = True

@@ -265,6 +265,8 @@ def _misfit(
         rows, rows_after = sums.get(axis), sums_after.get(axis)
         if shape != shape_after or rows is None or rows_after is None:
             return 0.0 if rows is None and shape == shape_after else float("inf")
+        if layout is not None and len(rows) % num_examples:  # another call of the same layer
+            return float("inf")
         far = difference(_by_example(layout, rows, num_examples), _by_example(layout, rows_after, num_examples)).abs()
         spread = float((rows - rows.mean(dim=0)).abs().max()) if len(rows) else 0.0
         worst = max(worst, float(far.max()) / (1e-3 * spread + rounding) if far.numel() else 0.0)
