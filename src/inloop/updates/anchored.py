@@ -29,6 +29,7 @@ and labels are told, which do tell. They move nothing if the judge is a trail (`
 """
 
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,7 +37,7 @@ import torch
 from torch import Tensor
 
 from inloop.errors import UsageError
-from inloop.policies import Actions, MixturePolicy, Policy, part_of, source_policy
+from inloop.policies import Actions, Discrete, MixturePolicy, Policy, part_of, source_policy
 from inloop.rewards import Reward
 from inloop.step import Draw
 from inloop.updates.reinforce import normalise, trainable
@@ -45,6 +46,7 @@ from inloop.updates.update import KnownSources, Update
 LOWEST, HIGHEST = -3.0, math.log(2)  # limits of φ - φ_0
 LOWEST_OF_SURPRISING = -math.log(4)
 LEAST_STEPS = 10  # a parameter with evidence of fewer stays
+_MOST_CHOICES = 1000  # whose scores are all kept
 _ROWS = 256  # examples whose scores are computed together: of a policy with many choices they take much memory
 EVERY = 10  # rewarded steps between two changes of the policy
 
@@ -130,6 +132,7 @@ class Anchored(Update):
         self._prior = torch.cat([values.flatten().double() for values in priors])
         self._evidence = Evidence(len(self._prior), self.memory)
         self._num_steps = 0
+        self._scores: weakref.WeakKeyDictionary[Policy, tuple[Tensor, Tensor]] = weakref.WeakKeyDictionary()
 
     @torch.no_grad()
     def add(self, draws: Sequence[Draw], rewards_N: Tensor) -> bool:
@@ -137,12 +140,26 @@ class Anchored(Update):
         weights_N = normalise(rewards_N)
         if bool(weights_N.any()):  # equal rewards are no evidence
             parts = zip(draws, weights_N.split([sum(draw.rewarded_counts) for draw in draws]), strict=True)
-            sums_2J = torch.stack([_sums(draw, weights_n) for draw, weights_n in parts]).sum(dim=0)
-            self._evidence.add(*sums_2J)
+            sums_2J = [self._sums(draw, weights_n) for draw, weights_n in parts]
+            self._evidence.add(*(sums_2J[0] if len(sums_2J) == 1 else torch.stack(sums_2J).sum(dim=0)))
         self._num_steps += 1
         if self._num_steps % EVERY:
             return False
         return self._move()
+
+    def _sums(self, draw: Draw, weights_N: Tensor) -> Tensor:
+        """Sums over the examples of a draw, [2, J]: of w s and of s². Of one choice among a few, each choice's score is computed once."""
+        policy, actions = draw.policy, draw.rewarded
+        if not isinstance(policy, Discrete) or policy.given is not None or policy.num_choices > _MOST_CHOICES:
+            return _sums_by_example(policy, actions, weights_N)
+        if policy not in self._scores:
+            scores_KJ = scores(policy, torch.arange(policy.num_choices))
+            self._scores[policy] = scores_KJ, scores_KJ.square()
+        choice_N = policy.check(actions)
+        drawn_K, place_N, number_K = choice_N.unique(return_inverse=True, return_counts=True)
+        weight_K = torch.bincount(place_N, weights_N, minlength=len(drawn_K))
+        each_KJ, square_KJ = self._scores[policy]
+        return torch.stack([weight_K @ each_KJ[drawn_K], number_K.double() @ square_KJ[drawn_K]])
 
     def _move(self) -> bool:
         """Set the policy to its prior, shifted by the evidence. Return whether that changed it."""
@@ -223,12 +240,11 @@ def places_of_sources(policy: Policy) -> Tensor | None:
     return None
 
 
-def _sums(draw: Draw, weights_N: Tensor) -> Tensor:
-    """Sums over the examples of a draw, [2, J]: of w s and of s²."""
+def _sums_by_example(policy: Policy, actions: Actions, weights_N: Tensor) -> Tensor:
     total = torch.zeros(())
     for start in range(0, max(1, len(weights_N)), _ROWS):
         rows = slice(start, start + _ROWS)
-        scores_NJ = scores(draw.policy, part_of(draw.rewarded, rows))
+        scores_NJ = scores(policy, part_of(actions, rows))
         total = total + torch.stack([weights_N[rows] @ scores_NJ, scores_NJ.square().sum(dim=0)])
     return total
 
