@@ -61,19 +61,21 @@ def _sgd(state: State, group: Group) -> Tensor | float:
 
 @_diagonal(Adam, AdamW)
 def _adam(state: State, group: Group) -> Tensor | None:
+    """``c / (√v + ε √second)``, c = lr (1 - β1) √second / first: with v fixed, four operations on a parameter."""
     if "exp_avg_sq" not in state:
         return None
     (beta1, beta2), t, g = group["betas"], _count(state), state["gradient"]
     first, second = 1 - beta1**t, 1 - beta2**t
     moment = state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"]
+    if g is None:
+        denominator = moment.sqrt().add_(group["eps"] * second**0.5)
+        return cast(Tensor, denominator.reciprocal_().mul_(group["lr"] * (1 - beta1) * second**0.5 / first))
     root = (moment / second).sqrt()
     denominator = root + group["eps"]
-    factor = (1 - beta1) / first / denominator
-    if g is not None:
-        slope = _slope_of_root(g, root, (1 - beta2) / second)
-        if group["amsgrad"]:
-            slope = torch.where(moment == state["exp_avg_sq"], slope, 0.0)
-        factor = factor - state["exp_avg"] / first * slope / denominator.square()
+    slope = _slope_of_root(g, root, (1 - beta2) / second)
+    if group["amsgrad"]:
+        slope = torch.where(moment == state["exp_avg_sq"], slope, 0.0)
+    factor = (1 - beta1) / first / denominator - state["exp_avg"] / first * slope / denominator.square()
     return cast(Tensor, group["lr"] * factor)
 
 
