@@ -90,8 +90,9 @@ class StepRecorder:
         self.is_open, self.optimizer_stepped, self._recorder.saw_gradient = True, False, False
         self.early.begin(waiting, compute)
         if self._needs_tape:
-            at_once = self._may_align_at_once and not self._is_sharded and self.may_record_less()
-            self._recorder.start(self.record.reduction, known if at_once else None)
+            less = self.may_record_less()
+            at_once = self._may_align_at_once and not self._is_sharded and less
+            self._recorder.start(self.record.reduction, known if at_once else None, magnitudes=not less)
 
     def expect(self, batch: int, num_examples: int, rows: Tensor | None) -> None:
         """The next passes belong to this micro-batch, of which only the examples ``rows`` are rewarded; None for all."""
@@ -195,6 +196,7 @@ class StepRecorder:
             return False
         when = self.record.verify
         is_new = when == "first" and self._verified[self._kind_of(tape)] < 2
+        self._has_new_kind |= is_new and not tape.magnitudes
         if tape.part or tape.known is not None:
             self._has_new_kind |= is_new  # what is left of it cannot be added up; the next step is recorded whole
             return False
@@ -243,8 +245,9 @@ class StepRecorder:
                 f"the checkpointed modules cannot be run again as a whole ({str(error).splitlines()[0]}); from now on each of their layers is "
                 "recorded, which takes more memory"
             )
-        self._verified[self._kind_of(tape)] += 1
-        self._has_new_kind = False
+        if tape.magnitudes:
+            self._verified[self._kind_of(tape)] += 1
+            self._has_new_kind = False
         return None
 
     def _has_untried_segments(self) -> bool:

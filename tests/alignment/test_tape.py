@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from inloop import capture
+from inloop.alignment.kept import ExampleGradients
 from inloop.alignment.oracles import align_by_loss
 from inloop.errors import BatchSizeError, OverwrittenTensorError
 from tests.alignment.exactness import labels, random_direction, small_net, x
@@ -78,3 +79,15 @@ def test_two_passes_of_different_size_are_named():
     with pytest.raises(BatchSizeError, match=message), capture(model):
         model(x(5)).sum().backward()
         model(x(5)[:2]).sum().backward()
+
+
+def test_magnitudes_are_kept_for_the_guard_alone():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    x = torch.randn(5, 9, 3)
+    kept = []
+    for verify in (True, False):
+        with capture(model, verify=verify) as tape:
+            model(x).square().mean().backward()
+        kept.append([call.sizes for call in tape.calls if isinstance(call, ExampleGradients)])
+    assert any(kept[0])
+    assert not any(kept[1])

@@ -94,7 +94,7 @@ def capture(
     recorder = make_recorder(model, record)
     before = {name: g.clone() for name, g in gradients_of(model).items() if g is not None and record.verify}
     try:
-        tape = recorder.start(record.reduction)
+        tape = recorder.start(record.reduction, magnitudes=bool(record.verify))
         tape.announced = num_examples
         yield tape
         recorder.stop()

@@ -171,18 +171,19 @@ class Recorder:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(_AfterGradient(self, name)))
                 del self._not_followed[name]
 
-    def start(self, reduction: Reduction, known: Direction | None = None) -> Tape:
+    def start(self, reduction: Reduction, known: Direction | None = None, magnitudes: bool = True) -> Tape:
         """Record on a new tape from here on.
 
         Args:
             known: The direction to align calls with when they arrive, if it is known already.
+            magnitudes: Whether to keep what verifying small gradients needs.
         """
         self.stop()
         if self._not_followed:
             self._follow_gradients()
         one_pass = self.early is not None and self.early.state == "on"
         run_uncompiled(id(self))
-        self.tape = Tape(self.plan, reduction, self.retain, one_pass, known)
+        self.tape = Tape(self.plan, reduction, self.retain, one_pass, known, magnitudes)
         return self.tape
 
     def stop(self) -> None:

@@ -82,16 +82,20 @@ class PerExample:
         return len(call.dout) * size <= most * freed and self.when(call)
 
     @torch.no_grad()
-    def form(self, call: LayerCall) -> ExampleGradients:
-        """Return the per-example gradients, in place of the call."""
+    def form(self, call: LayerCall, magnitudes: bool) -> ExampleGradients:
+        """Return the per-example gradients, in place of the call.
+
+        Args:
+            magnitudes: Also add up magnitudes where a gradient may cancel within an example, for the guard.
+        """
         gradients, sizes = {}, {}
         for name in call.parameter_names:
             if name == "bias":
                 positions = self.positions(call)
                 gradients[name] = positions.sum(dim=1)
-                # Add up magnitudes. An estimate is enough for the scale of a rounding error.
-                every = 16 if positions.shape[1] >= 256 else 1
-                sizes[name] = every * positions[:, ::every].abs().sum(dim=1)
+                if magnitudes:  # an estimate is enough for the scale of a rounding error
+                    every = 16 if positions.shape[1] >= 256 else 1
+                    sizes[name] = every * positions[:, ::every].abs().sum(dim=1)
             else:
                 gradients[name] = self.weight(call)
         return ExampleGradients(

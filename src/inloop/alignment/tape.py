@@ -59,6 +59,7 @@ class Tape:
         part: The rows of the rewarded examples, by micro-batch; all, where there is no entry.
         mean_over: How many examples a mean loss averages; None for the recorded ones. If W processes average their
             gradients, the loss of each counts like the mean of a W-th of all examples.
+        magnitudes: Whether calls keep the magnitudes that verifying needs where gradients cancel within an example.
         reached: How many backward passes reached each parameter.
         missed_a_pass: Whether a call received another gradient after its input was released.
         lost_gradients: Whether gradients were cleared between two backward passes.
@@ -74,8 +75,10 @@ class Tape:
         retain: Retention = "exact",
         expect_one_pass: bool = False,
         known: Direction | None = None,
+        magnitudes: bool = True,
     ) -> None:
         self.reduction = reduction
+        self.magnitudes = magnitudes
         self.calls: list[Kept] = []
         self.part: dict[int, Tensor] = {}
         self.batch = 0  # the micro-batch of forward passes now
@@ -139,7 +142,7 @@ class Tape:
     def form(self, call: LayerCall, fused: bool) -> Kept:
         """Return the form to keep of a complete call: the smaller of x and dout, and the per-example gradients."""
         form = call.rule.per_example
-        return form.form(call) if form is not None and form.is_worthwhile(call, fused) else call
+        return form.form(call, self.magnitudes) if form is not None and form.is_worthwhile(call, fused) else call
 
     def write(self, call: Kept) -> None:
         self.calls.append(call)
@@ -305,7 +308,7 @@ class Tape:
         plan = self.plan
         trainable = plan.trainable()
         resolved = resolve_direction(gradients, plan.aliases, plan.shapes, trainable)
-        verify_calls(self.calls, resolved, trainable - plan.used_elsewhere, plan)
+        verify_calls(self.calls, resolved, trainable - plan.used_elsewhere, plan, only_large=not self.magnitudes)
 
     # ---------------------------------------------------------------- aligning ahead (early.py says when)
 

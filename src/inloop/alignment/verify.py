@@ -20,6 +20,7 @@ from inloop.errors import VerificationError
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 _ROUNDING = 1e-2  # times the tolerance: rounding of a gradient, as a share of the largest in the same module
 _TINY = 1e-6  # as a share of the largest gradient
+_LARGE = 1e-3  # as a share of the largest gradient
 _CERTAIN = 1e-3  # the share of a parameter's gradient that may be missing if all are looked at together
 
 
@@ -28,10 +29,12 @@ def verify_calls(
     gradients: Mapping[str, Tensor | None],
     names: Collection[str],
     plan: Plan,
+    only_large: bool = False,
 ) -> None:
     """Check the equation for the parameters ``names``.
 
     Args:
+        only_large: Leave out small gradients, which may have cancelled within each example: the calls have no magnitudes.
         plan: Groups the parameters by layer, to gather sharded gradients layer by layer.
 
     Raises:
@@ -59,10 +62,13 @@ def verify_calls(
 
         for call in calls:
             call.visit_layers(add)
+    least = _LARGE * max(norms.values(), default=0.0) if only_large else 0.0
     sums = _mean_over_processes(sums)
     coarsest = float(gather_numbers(max((_TOLERANCE[call.coarsest] for call in calls), default=0.0)).max())
     for name, (total, magnitude) in sorted(sums.items()):
         gradient = gradients[name]
+        if norms[name] < least:
+            continue
         norm, tolerance = norms[name], max(coarsest, 0.0 if gradient is None else _TOLERANCE[gradient.dtype.to_real()])
         if not abs(total - norm) <= tolerance * max(magnitude, norm):
             # A gradient that cancels within each example (a key's bias in attention) is only rounding error.
