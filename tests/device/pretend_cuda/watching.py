@@ -7,10 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 _OBSERVER = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int64)
-_NOT_SHOWN = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<", "_pytest", "pluggy")
+_NOT_SHOWN = {"torch", "pytest", "_pytest", "pluggy", "xdist", "execnet", "contextlib.py", Path(__file__).parent.name}
 _DEPTH = 8  # frames of a stack to show
 
 _library: ctypes.CDLL
@@ -72,7 +70,7 @@ def connect(library: ctypes.CDLL) -> None:
 
 def _stack() -> tuple[str, ...]:
     frames = traceback.extract_stack()
-    own = [frame for frame in frames if not any(part in frame.filename for part in _NOT_SHOWN)]
+    own = [frame for frame in frames if frame.filename[0] != "<" and not _NOT_SHOWN & set(Path(frame.filename).parts)]
     return tuple(f"{Path(f.filename).name}:{f.lineno} in {f.name}: {f.line}" for f in own[-_DEPTH:])
 
 
