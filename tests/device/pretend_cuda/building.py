@@ -45,7 +45,10 @@ def built_library() -> Path:
         digest.update(source.read_bytes())
     library = _cache() / f"pretend-cuda-{digest.hexdigest()[:16]}.so"
     if not library.exists():
-        _compile([str(source) for source in sources if source.suffix == ".cpp"], library)
+        try:
+            _compile([str(source) for source in sources if source.suffix == ".cpp"], library)
+        except OSError as error:
+            raise CannotBuildError(f"it cannot be kept: {error}") from error
     return library
 
 

@@ -3,7 +3,7 @@
 import ctypes
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,17 +86,17 @@ def _collected(into: list[Events]) -> Iterator[Events]:
         _watcher.update()
 
 
-def host_synchronisations() -> "contextmanager[Events]":
+def host_synchronisations() -> AbstractContextManager[Events]:
     """Collect where the host waits for the device inside of the block.
 
     It waits to read a number (``item``, ``bool``, ``float``, ``equal``), for copies from and to the CPU (unless they are non-blocking and the memory
     is pinned, or is small and copied to the device), for results whose shape depends on values (``nonzero``, masks as indices, ``unique``,
-    ``bincount``), and to synchronize with a stream, an event or the device.
+    ``bincount``), and to synchronize with a stream, an event or the device. That the host reads pinned memory too early is not seen.
     """
     return _collected(_watcher.waits)
 
 
-def races() -> "contextmanager[Events]":
+def races() -> AbstractContextManager[Events]:
     """Collect races of streams inside of the block.
 
     A race is a use of memory that another stream writes, or a write to memory that another stream uses, if neither stream has waited for the

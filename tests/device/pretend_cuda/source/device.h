@@ -1,9 +1,10 @@
 // A pretend CUDA device, cuda:0: its memory is the host's, its kernels are those of the CPU, and its streams are clocks.
 //
-//   streams.cpp   what waits for what: streams, events, the host; counts host synchronisations, notices races
-//   memory.cpp    blocks of memory, and tensors that share them with CPU tensors
-//   random.cpp    generators, and the hooks by which torch finds the device
-//   kernels.cpp   every operation, run on the CPU
+//   streams.cpp     what waits for what: streams, events, the host; counts host synchronisations, notices races
+//   memory.cpp      blocks of memory, and tensors that share them with CPU tensors
+//   random.cpp      generators, and the hooks by which torch finds the device
+//   operations.cpp  operations about memory
+//   kernels.cpp     every other operation, run on the CPU
 #pragma once
 
 #include <ATen/core/Generator.h>
@@ -56,6 +57,9 @@ int64_t current_stream();
 
 // The history of a tensor's memory; null if it is not the device's.
 History* history_of(const c10::DataPtr& memory);
+
+// The kernel that was launched last uses a tensor, if that is on the device.
+void note_use(const at::Tensor& tensor, bool writes, const char* operation);
 
 c10::Allocator* allocator();
 c10::Allocator* pinned_allocator();

@@ -4,15 +4,10 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
-#include <ATen/EmptyTensor.h>
-#include <ATen/core/op_registration/adaption.h>
-#include <ATen/native/Resize.h>
-#include <ATen/ops/_reshape_alias_native.h>
-#include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/unfold_native.h>
-#include <ATen/ops/view_native.h>
 #include <torch/library.h>
+
+#include <algorithm>
 
 namespace pretend {
 namespace {
@@ -21,7 +16,6 @@ using Stack = torch::jit::Stack;
 
 const char* const kIndexing[] = {"aten::index", "aten::_index_put_impl_"};
 const char* const kMatmuls[] = {"aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::addbmm"};
-constexpr size_t kStagedBytes = 1 << 16;  // a smaller copy from pageable memory does not keep the host waiting
 
 template <size_t n>
 bool is_one_of(const std::string& name, const char* const (&names)[n]) {
@@ -34,6 +28,7 @@ bool is_one_of(const std::string& name, const char* const (&names)[n]) {
 struct Call {
   const c10::OperatorHandle& op;
   const std::string& name = op.schema().name();
+  const char* label = name.c_str() + (name.rfind("aten::", 0) == 0 ? 6 : 0);
   bool on_device = false;
   std::string elsewhere;  // an argument with a CPU tensor that CUDA would refuse
 
@@ -53,11 +48,6 @@ struct Call {
         "argument ", elsewhere, " in method ", name, ")");
   }
 };
-
-void note_use(const at::Tensor& tensor, bool writes, const char* operation) {
-  if (tensor.defined() && tensor.is_cuda() && tensor.has_storage())
-    if (auto* history = history_of(tensor.storage().data_ptr())) use(*history, writes, operation);
-}
 
 // Writing to places: masks are turned into indices, whose number the host must know; indices on the CPU are copied. A number is filled
 // in instead. (Reading from places has done all this already, by operations of their own.)
@@ -132,20 +122,19 @@ void look_at(const c10::IValue& value, Call& call, size_t i) {
 }
 
 void note_uses(const c10::IValue& value, const Call& call, size_t i) {
-  const auto* name = call.name.c_str();
-  if (value.isTensor()) note_use(value.toTensor(), call.writes(i), name);
+  if (value.isTensor()) note_use(value.toTensor(), call.writes(i), call.label);
   if (value.isTensorList())
-    for (const auto& tensor : value.toTensorVector()) note_use(tensor, call.writes(i), name);
+    for (const auto& tensor : value.toTensorVector()) note_use(tensor, call.writes(i), call.label);
   if (value.isOptionalTensorList())
     for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorList().vec())
-      if (tensor) note_use(*tensor, false, name);
+      if (tensor) note_use(*tensor, false, call.label);
 }
 
 void wait_where_cuda_does(const Call& call, const std::vector<c10::IValue>& arguments) {
   if (call.name == "aten::_index_put_impl_") {
     wait_for_places(arguments[1].toOptionalTensorList(), arguments[2].toTensor(), arguments[3].toBool());
   } else if (call.op.hasTag(at::Tag::dynamic_output_shape) || call.op.hasTag(at::Tag::data_dependent_output)) {
-    if (call.name != "aten::index") wait_for_current_stream(call.name.c_str());
+    if (call.name != "aten::index") wait_for_current_stream(call.label);
   }
 }
 
@@ -197,7 +186,7 @@ void run_on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack
   const std::vector<c10::IValue> arguments(stack->begin() + begin, stack->end());
   for (size_t i = 0; i < num; ++i) look_at(arguments[i], call, i);
   call.refuse_other_devices();
-  launch(call.name.c_str(), true);
+  launch(call.label, true);
   for (size_t i = 0; i < num; ++i) {
     note_uses(arguments[i], call, i);
     (*stack)[begin + i] = moved_to_cpu(arguments[i], call, i);
@@ -221,88 +210,13 @@ void run_on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack
         }
       }
     } else if (result.isTensor()) {
-      result = made_on_device(result.toTensor(), call.name.c_str());
+      result = made_on_device(result.toTensor(), call.label);
     } else if (result.isTensorList()) {
       auto tensors = result.toTensorVector();
-      for (auto& tensor : tensors) tensor = made_on_device(tensor, call.name.c_str());
+      for (auto& tensor : tensors) tensor = made_on_device(tensor, call.label);
       result = tensors;
     }
   }
-}
-
-// ---------------------------------------------------------------- operations about memory
-
-at::Tensor empty(
-    at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>, std::optional<at::Device>,
-    std::optional<bool>, std::optional<at::MemoryFormat> format) {
-  constexpr c10::DispatchKeySet keys(c10::DispatchKey::CUDA);
-  return at::detail::empty_generic(size, allocator(), keys, c10::dtype_or_default(dtype), format);
-}
-
-at::Tensor empty_strided(
-    at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
-    std::optional<at::Device>, std::optional<bool>) {
-  constexpr c10::DispatchKeySet keys(c10::DispatchKey::CUDA);
-  return at::detail::empty_strided_generic(size, stride, allocator(), keys, c10::dtype_or_default(dtype));
-}
-
-// A copy between host and device keeps the host waiting, unless it is non-blocking and the host's memory is pinned or small and read.
-at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
-  launch("copy_");
-  note_use(source, false, "copy_");
-  note_use(self, true, "copy_");
-  (self.is_cuda() ? on_cpu(self) : self).copy_(source.is_cuda() ? on_cpu(source) : source);
-  if (self.is_cuda() != source.is_cuda()) {
-    const auto& on_host = self.is_cuda() ? source : self;
-    const bool staged = self.is_cuda() && source.nbytes() <= kStagedBytes;
-    if (!non_blocking || !(staged || is_pinned(on_host.const_data_ptr())))
-      wait_for_current_stream(self.is_cuda() ? "copy to the device" : "copy to the CPU");
-  }
-  return self;
-}
-
-at::Scalar local_scalar(const at::Tensor& self) {
-  launch("_local_scalar_dense");
-  note_use(self, false, "_local_scalar_dense");
-  wait_for_current_stream("_local_scalar_dense");
-  return on_cpu(self).item();
-}
-
-at::Tensor as_strided(const at::Tensor& self, at::IntArrayRef size, at::IntArrayRef stride, std::optional<int64_t> offset) {
-  return at::native::as_strided_tensorimpl(self, size, stride, offset);
-}
-
-const at::Tensor& resize_(const at::Tensor& self, at::IntArrayRef size, std::optional<at::MemoryFormat>) {
-  auto* impl = self.unsafeGetTensorImpl();
-  const auto storage = impl->unsafe_storage();
-  const size_t needed = (c10::multiply_integers(size) + impl->storage_offset()) * self.element_size();
-  if (storage.nbytes() < needed) {
-    auto memory = allocator()->allocate(needed);
-    std::copy_n(static_cast<const char*>(storage.data()), storage.nbytes(), static_cast<char*>(memory.get()));
-    storage.unsafeGetStorageImpl()->set_data_ptr_noswap(std::move(memory));
-    storage.set_nbytes(needed);
-  }
-  impl->set_sizes_contiguous(size);
-  return self;
-}
-
-at::Tensor& set_view(at::Tensor& self, c10::Storage source, int64_t offset, at::IntArrayRef size, at::IntArrayRef stride) {
-  self.unsafeGetTensorImpl()->set_storage_keep_dtype(std::move(source));
-  self.unsafeGetTensorImpl()->set_sizes_and_strides(size, stride, offset);
-  return self;
-}
-
-at::Tensor& set_storage(at::Tensor& self, c10::Storage source) {
-  const auto size = static_cast<int64_t>(source.nbytes() / self.element_size());
-  return set_view(self, std::move(source), 0, {size}, {1});
-}
-
-at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
-  return set_view(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
-}
-
-void record_stream(at::Tensor& self, c10::Stream stream) {
-  c10::impl::VirtualGuardImpl(c10::kCUDA).recordDataPtrOnStream(self.storage().data_ptr(), stream);
 }
 
 }  // namespace
@@ -312,19 +226,6 @@ TORCH_LIBRARY_IMPL(_, CUDA, m) {
 }
 
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
-  m.impl("empty.memory_format", &empty);
-  m.impl("empty_strided", &empty_strided);
-  m.impl("copy_", &copy_);
-  m.impl("_local_scalar_dense", &local_scalar);
-  m.impl("as_strided", &as_strided);
-  m.impl("view", &at::native::view);
-  m.impl("_reshape_alias", &at::native::_reshape_alias);
-  m.impl("unfold", &at::native::unfold);
-  m.impl("resize_", &resize_);
-  m.impl("set_.source_Storage", &set_storage);
-  m.impl("set_.source_Storage_storage_offset", &set_view);
-  m.impl("set_.source_Tensor", &set_tensor);
-  m.impl("record_stream", &record_stream);
   // torch would take these apart by device; here the CPU does.
   for (const char* name : {"convolution", "convolution_backward"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());

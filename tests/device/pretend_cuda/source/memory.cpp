@@ -102,6 +102,11 @@ History* history_of(const c10::DataPtr& memory) {
   return block == nullptr ? nullptr : &block->history;
 }
 
+void note_use(const at::Tensor& tensor, bool writes, const char* operation) {
+  if (tensor.defined() && tensor.is_cuda() && tensor.has_storage())
+    if (auto* history = history_of(tensor.storage().data_ptr())) use(*history, writes, operation);
+}
+
 at::Tensor on_cpu(const at::Tensor& tensor) {
   const auto& storage = tensor.storage();
   c10::DataPtr shared(

@@ -67,6 +67,15 @@ int64_t user_of_freed(const History& history) {
   return not_waited_for(history.owner, uses);
 }
 
+void host_waits(const Times& until, const char* operation) {
+  TORCH_CHECK(!capturing, "CUDA error: operation not permitted when stream is capturing (", operation, ")");
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    host.join(until);
+  }
+  tell("wait", operation);
+}
+
 }  // namespace
 
 int64_t current_stream() {
@@ -115,12 +124,7 @@ void free_block(const History& history) {
 }
 
 void wait_for_current_stream(const char* operation) {
-  TORCH_CHECK(!capturing, "CUDA error: operation not permitted when stream is capturing (", operation, ")");
-  {
-    std::lock_guard<std::mutex> lock(mutex);
-    host.join(done[current]);
-  }
-  tell("wait", operation);
+  host_waits(done[current], operation);
 }
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -164,14 +168,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   bool queryStream(const c10::Stream&) const override { return true; }
   double elapsedTime(void*, void*, const c10::DeviceIndex) const override { return 0.0; }
 
-  static void host_waits(const Times& until, const char* operation) {
-    TORCH_CHECK(!capturing, "CUDA error: operation not permitted when stream is capturing (", operation, ")");
-    {
-      std::lock_guard<std::mutex> lock(mutex);
-      host.join(until);
-    }
-    tell("wait", operation);
-  }
   void synchronizeStream(const c10::Stream& by) const override { host_waits(done[by.id()], "synchronize of a stream"); }
   void synchronizeEvent(void* event) const override {
     host_waits(event == nullptr ? Times() : *static_cast<Times*>(event), "synchronize of an event");
