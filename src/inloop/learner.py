@@ -24,14 +24,15 @@ from torch.optim import Optimizer
 from inloop.alignment import Recording
 from inloop.distributed import is_distributed, unwrapped
 from inloop.errors import UsageError, VerificationError
+from inloop.host import on_host
 from inloop.judging import Judging
 from inloop.optimizers import StepDerivative
 from inloop.policies import Actions, Policy
 from inloop.randomness import default_generator
-from inloop.recording import StepRecorder
+from inloop.recording import Finished, StepRecorder
 from inloop.references import HeldOutLoss, Named, Reference, as_reference
 from inloop.refusals import (
-    as_number,
+    as_scalar,
     refuse_late_step,
     refuse_other_state,
     refuse_useless_options,
@@ -166,7 +167,7 @@ class InLoop:
         scale = scale_of(scaler)
         draws = self._sampler.of_step()
         try:
-            report = self._step(as_number(loss), draws, scale, told_by(losses, logits, labels, draws))
+            report = self._step(as_scalar(loss), draws, scale, told_by(losses, logits, labels, draws))
         except VerificationError as error:
             self.close()
             raise VerificationError(f"{error} The learner has been closed.") from None
@@ -179,35 +180,61 @@ class InLoop:
             call(report)
         return report
 
-    def _step(self, loss: float, draws: list[Draw], scale: float, told: Told) -> StepReport:
+    def _step(self, loss: Tensor, draws: list[Draw], scale: float, told: Told) -> StepReport:
         if self._judging.derivative is not None and self._recorder.optimizer_stepped:
             refuse_late_step()
-        shared = [*self._sampler.shared(draws), told.mark()] if is_distributed() else ()
-        position = self.num_steps, shared
-        finished = self._recorder.finish(draws, loss, scale, told.losses_N, self.reference, position)
-        self.num_steps += 1
-        lag = max([self.update.version - draw.version for draw in draws])
-        if finished.problem is not None:
-            self._judging.drop()
-            finished.step.release()
-            return self._reporter.report(self.num_steps, lag, dropped=finished.problem)
+        finished = self._recorder.finish(draws, self.reference)
+        current = Step(draws, finished.tape, told.losses_N, scale)
+        # Reading a number waits for the device. So all are read at once, unless one decides what is computed.
+        at_once = self.reward.needs_tape and not finished.must_be_looked_at
+        mean_loss: Tensor | float = loss
+        if not at_once:
+            mean_loss, problem = self._look(finished, draws, told, *on_host([loss, finished.norm]))
+            if problem is not None:
+                return self._drop(current, None, problem)
+        judge = Judge(finished.gradients, mean_loss, scale)
+        step, judge, dropped = self._judging.match(current, judge)  # step t-1, g_t = ∇L_t(θ_t)
+        rewards = [] if step is None or step.is_empty else [step.gather_rewards(self.reward(step, judge))]
+        loss, norm, *others = on_host([loss, finished.norm, *rewards, *told.tensors()])
+        if at_once:
+            _, problem = self._look(finished, draws, told, loss, norm)
+            if problem is not None:
+                return self._drop(current, step, problem)
         if self.statistics is not None:
-            self.statistics.count(draws, told)
-        step, judge, dropped = self._judging.match(finished.step, finished.judge)  # step t-1, g_t = ∇L_t(θ_t)
+            self.statistics.count(draws, told.with_tensors(others[len(rewards) :]))
+        lag = self._lag(draws)
         results: dict[str, Any] = {"dropped": dropped}
-        if step is not None and not step.is_empty:
-            results = self._reward(step, judge)
-        if self.reference.waiting is finished.step:
-            finished.step.own_parameters()  # before the optimizer changes them; those of step t-1 are released by now
+        if step is not None and rewards:
+            results = self._reward(step, others[0])
+        if self.reference.waiting is current:
+            current.own_parameters()  # before the optimizer changes them; those of step t-1 are released by now
         self._judging.end_step()
         report = self._reporter.report(self.num_steps, lag, **results)
         if self.statistics is not None:
             self.statistics.add(report)
         return report
 
-    def _reward(self, step: Step, judge: Judge) -> dict[str, Any]:
-        """Reward a step, move the policy, release the step. Return the fields of the report."""
-        rewards_N = step.gather_rewards(self.reward(step, judge))  # r_i = <∇l_i(θ_{t-1}), g_t>
+    def _look(
+        self, finished: Finished, draws: list[Draw], told: Told, loss: Tensor, norm: Tensor
+    ) -> tuple[float, str | None]:
+        """Look at a step's loss and gradient norm, agree on them with other processes, and count the step."""
+        shared = [*self._sampler.shared(draws), told.mark()] if is_distributed() else ()
+        found = self._recorder.look(finished, loss, norm, (self.num_steps, shared))
+        self.num_steps += 1
+        return found
+
+    def _lag(self, draws: list[Draw]) -> int:
+        return max([self.update.version - draw.version for draw in draws])
+
+    def _drop(self, current: Step, rewarded: Step | None, problem: str) -> StepReport:
+        self._judging.drop()
+        for step in (current, rewarded):
+            if step is not None:
+                step.release()
+        return self._reporter.report(self.num_steps, self._lag(current.draws), dropped=problem)
+
+    def _reward(self, step: Step, rewards_N: Tensor) -> dict[str, Any]:
+        """Move the policy by the rewards r_i = <∇l_i(θ_{t-1}), g_t> and release the step. Return the fields of the report."""
         step.release()
         self._rewarded_since_saved = True
         if not bool(rewards_N.isfinite().all()):

@@ -34,7 +34,7 @@ from inloop.refusals import (
     what_is_not_finite,
 )
 from inloop.report import is_power_of_two
-from inloop.step import Draw, Judge, Step
+from inloop.step import Draw
 
 log = logging.getLogger("inloop")
 
@@ -111,49 +111,55 @@ class StepRecorder:
         self._recorder.stop()
         self.early.stop()
 
-    def finish(
-        self,
-        draws: list[Draw],
-        loss: float,
-        scale: float,
-        losses_N: Tensor | None,
-        reference: Reference,
-        position: tuple[int, Sequence[Tensor]],
-    ) -> "Finished":
-        """Close the recording of a step, and refuse what cannot be a training step.
+    def finish(self, draws: list[Draw], reference: Reference) -> "Finished":
+        """Close the recording of a step, and refuse what cannot be a training step, as far as that shows without reading a number.
 
         Args:
             reference: Has the step that this one may judge.
-            position: The number of the step, and what must be the same in all processes.
-
-        Raises:
-            VerificationError: If the recorded examples do not add up to the gradients.
         """
         gradients = gradients_of(self._model)
-        norm = gradient_norm(gradients)
-        tape = self._take_tape(draws, gradients, norm)
+        tape = self._take_tape(draws, gradients)
         if self.optimizer_stepped and not reference.is_training_data:
             warn_of_late_held_out_loss()
-        agreed = agree(loss, norm, self._wants_verification(tape), *position)
         waiting = None if reference.waiting is None else reference.waiting.tape
-        problem = what_is_not_finite(self._model, agreed.loss, gradients, agreed.norm)
-        problem = problem or self._problem_of(tape, waiting, gradients, agreed.verifies)
-        step = Step(draws, tape, None if losses_N is None else losses_N.detach(), scale)
-        return Finished(step, Judge(gradients, agreed.loss, scale), problem)
+        self._abandoned_in_a_row = 0
+        problem = self.early.learn_from(tape, waiting, gradients)
+        if problem is not None:
+            self._may_align_at_once = False
+        wants = self._wants_verification(tape)
+        return Finished(tape, gradients, gradient_norm(gradients), wants, problem)
 
-    def _take_tape(self, draws: list[Draw], gradients: Direction, norm: float) -> Tape | None:
+    def _take_tape(self, draws: list[Draw], gradients: Direction) -> Tape | None:
         """The tape of the step that is open; None for a plain one."""
         plain = all([draw.plain for draw in draws])
         tape = None if plain else self.tape
         self.close()
         refuse_changed_model(self._recorder.plan, gradients)
-        refuse_missing_gradients(tape, gradients, norm)
+        refuse_missing_gradients(tape, gradients)
         if tape is not None:
             refuse_other_recordings(tape, draws)
             tape.mean_over = sum([draw.num_everyone for draw in draws]) / world_size()
         elif self._needs_tape and not plain:
             refuse_missing_tape()
         return tape
+
+    def look(
+        self, finished: "Finished", loss: Tensor, norm: Tensor, position: tuple[int, Sequence[Tensor]]
+    ) -> tuple[float, str | None]:
+        """Look at the numbers of a finished step. Return the loss, a mean over processes, and why the step cannot be used, if so.
+
+        Args:
+            loss, norm: Of the step, on the CPU.
+            position: The number of the step, and what must be the same in all processes.
+
+        Raises:
+            VerificationError: If the recorded examples do not add up to the gradients.
+        """
+        tape, gradients = finished.tape, finished.gradients
+        refuse_missing_gradients(tape, gradients, float(norm))
+        agreed = agree(float(loss), float(norm), finished.wants_verification, *position)
+        problem = what_is_not_finite(self._model, agreed.loss, gradients, agreed.norm) or finished.problem
+        return agreed.loss, problem or self._problem_of(tape, gradients, agreed.verifies)
 
     def was_abandoned(self) -> bool:
         """Whether the gradients of the open step were used by an optimizer, or cleared, without ``learner.step``; warns of it.
@@ -209,16 +215,8 @@ class StepRecorder:
             self._kinds[structure] = hashlib.sha256(repr(sorted(structure)).encode()).hexdigest()[:16]
         return self._kinds[structure]
 
-    def _problem_of(self, tape: Tape | None, waiting: Tape | None, gradients: Direction, verify: bool) -> str | None:
-        """Return the reason to drop this step, or None. Also choose how to record the next step.
-
-        Raises:
-            VerificationError: If the recorded examples do not add up to the gradients.
-        """
-        self._abandoned_in_a_row = 0
-        if problem := self.early.learn_from(tape, waiting, gradients):
-            self._may_align_at_once = False
-            return problem
+    def _problem_of(self, tape: Tape | None, gradients: Direction, verify: bool) -> str | None:
+        """Return the reason to drop this step, or None. Also choose how to record the next step."""
         if tape is None:
             return None
         if verify and (problem := self._verify(tape, gradients)):
@@ -311,13 +309,22 @@ class Finished:
     """A step that was trained on.
 
     Attributes:
-        judge: Its gradient and its loss.
-        problem: Why it cannot be used, nor judge another; None if it can.
+        tape: What was recorded of it; None for a plain step.
+        gradients, norm: What it has left, where they are.
+        wants_verification: Whether its examples are to be added up.
+        problem: Why it cannot be used, nor judge another; None if nothing shows so far.
     """
 
-    step: Step
-    judge: Judge
+    tape: Tape | None
+    gradients: Direction
+    norm: Tensor
+    wants_verification: bool
     problem: str | None
+
+    @property
+    def must_be_looked_at(self) -> bool:
+        """Whether its numbers decide what is done with it, before anything is aligned."""
+        return self.wants_verification or self.problem is not None or is_distributed()
 
 
 class _AfterOptimizer(Hook[StepRecorder]):

@@ -38,15 +38,15 @@ def refuse_wrong_arguments(model: object, policy: object, callbacks: Sequence[ob
         raise UsageError(f"part={part}: allowed are numbers above 0, up to 1.")
 
 
-def as_number(loss: Tensor | float) -> float:
-    """The value of a scalar loss."""
+def as_scalar(loss: Tensor | float) -> Tensor:
+    """A scalar loss, wherever it is."""
     if isinstance(loss, Tensor):
         if loss.numel() != 1:
             raise UsageError(
                 f"learner.step was given a loss of shape {tuple(loss.shape)}; the step's scalar loss is needed."
             )
-        return float(loss.detach())
-    return float(loss)
+        return whole(loss.detach()).reshape(())
+    return torch.tensor(float(loss), dtype=torch.float64)
 
 
 def scale_of(scaler: torch.amp.GradScaler | None) -> float:
@@ -77,15 +77,16 @@ def warn_once(text: str) -> None:
     log.warning("inloop: %s", text)
 
 
-def gradient_norm(gradients: Direction) -> float:
-    """‖g‖ over all parameters: one pass that shows gradients that are gone (zero) or broken (not finite)."""
+def gradient_norm(gradients: Direction) -> Tensor:
+    """‖g‖ over all parameters, where they are: one pass that shows gradients that are gone (zero) or broken (not finite)."""
     plain: list[Tensor] = []
     sharded: list[Tensor] = []
     for gradient in gradients.values():
         if gradient is not None:
             values = _values(gradient) if gradient.is_sparse else gradient
             (sharded if type(values) is not Tensor and is_sharded(values) else plain).append(values)
-    return math.hypot(*[float(whole(get_total_norm(group))) for group in (plain, sharded) if group])
+    norms = [whole(get_total_norm(group)) for group in (plain, sharded) if group]
+    return norms[0] if len(norms) == 1 else torch.tensor(math.hypot(*map(float, norms)))
 
 
 def are_gone(tape: Tape | None, gradients: Direction) -> bool:
@@ -104,10 +105,15 @@ def refuse_changed_model(plan: Plan, gradients: Direction) -> None:
         )
 
 
-def refuse_missing_gradients(tape: Tape | None, gradients: Direction, norm: float) -> None:
-    """Raise unless a backward pass has left gradients and, if ``tape`` is given, records."""
+def refuse_missing_gradients(tape: Tape | None, gradients: Direction, norm: float | None = None) -> None:
+    """Raise unless a backward pass has left gradients and, if ``tape`` is given, records.
+
+    Args:
+        norm: Of the gradients; None if it is not known yet.
+    """
     recorded = tape is not None and bool(tape.seen)
-    if tape is not None and recorded and norm == 0 and are_gone(tape, gradients):
+    is_zero = norm == 0 or all(gradient is None for gradient in gradients.values())
+    if tape is not None and recorded and is_zero and are_gone(tape, gradients):
         raise UsageError(
             "A backward pass was recorded but the gradients are gone: they were cleared before learner.step. "
             "Fix: call optimizer.zero_grad() after learner.step(loss) and optimizer.step(). (Optimizers that step within the backward "

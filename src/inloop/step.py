@@ -105,12 +105,13 @@ class Judge:
     """What a step is judged by: a gradient, by parameter name, and a loss.
 
     Attributes:
+        loss: Its value; reading it may wait for the device.
         scale: What the gradient is multiplied with.
         by_batch: If each micro-batch has a judge of its own, their gradients, in place of ``direction``.
     """
 
     direction: Direction
-    loss: float
+    loss: float | Tensor
     scale: float = 1.0
     by_batch: tuple[Direction, ...] = ()
 

@@ -123,7 +123,6 @@ def test_default_generators_go_with_a_default_device(default_device):
     assert report.rewarded
 
 
-@fails("summarise_by_choice (policies/policy.py) makes the summary where the rewards are", AssertionError)
 def test_a_report_is_on_the_cpu():
     reports = []
     Run("cuda", callback=lambda run: reports.append).train(3)

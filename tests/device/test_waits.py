@@ -37,22 +37,14 @@ def run(request):
     return Run("cuda", problem, on_device=True, **options).train(6)
 
 
-TAKE = "LayerCall.only (alignment/call.py), Tape._rows_to_keep and Tape._add (alignment/tape.py) index with rows on the CPU"
-
-
 @pytest.mark.parametrize(
     "run",
     [
         case(PLAIN, "plain"),
-        case(PART, "part", 4, TAKE),
-        case(PART | {"problem": "gpt"}, "part of a gpt", 30, TAKE),
+        case(PART, "part"),
+        case(PART | {"problem": "gpt"}, "part of a gpt"),
         case(BFLOAT16, "bfloat16"),
-        case(
-            FLOAT16,
-            "float16",
-            4,
-            "LayerCall._align_scaled (alignment/call.py) reads the largest entry of each direction",
-        ),
+        case(FLOAT16, "float16"),
         case(TOLD, "told"),
         case(HALF, "half"),
         case(ADAMW, "AdamW"),
@@ -69,31 +61,24 @@ def test_nothing_waits_while_gradients_form(run):
     assert len(counted) == 0, str(counted)
 
 
-STEP = (
-    "as_number and gradient_norm (refusals.py), InLoop._reward (learner.py), Anchored.add (updates/anchored.py), summarise_rewards twice (report.py), "
-    "summarise_by_choice (policies/policy.py), Advantages.add twice (verdicts/advantage.py)"
-)
-LOGITS = "told_by and losses_and_expected (verdicts/excess.py)"
-
-
 @pytest.mark.parametrize(
     "run",
     [
-        case(PLAIN, "plain", 9, STEP),
-        case(PART, "part", 9, STEP),
-        case(BFLOAT16, "bfloat16", 9, STEP),
-        case(FLOAT16, "float16", 10, f"scale_of (refusals.py), and {STEP}"),
-        case(TOLD, "told", 14, f"{LOGITS}, and {STEP}"),
-        case(TOLD | {"problem": "gpt"}, "told of a gpt", 14, f"{LOGITS}, and {STEP}"),
-        case(HALF, "half", 9, STEP),
-        case(ADAMW, "AdamW", 9, STEP),
-        case(MICRO_BATCHES, "micro-batches", 9, STEP),
-        case({"update": False}, "no update", 8, STEP),
-        case({"reference": "previous"}, "previous", 9, STEP),
-        case({"reference": "trail"}, "trail", 9, STEP),
-        case({"problem": "gpt"}, "gpt", 9, STEP),
-        case(TEN_SOURCES, "ten sources", 9, STEP),
-        case({"interleave": True}, "interleaved, nothing rewarded", 2, "as_number and gradient_norm (refusals.py)"),
+        case(PLAIN, "plain"),
+        case(PART, "part"),
+        case(BFLOAT16, "bfloat16"),
+        case(FLOAT16, "float16", 2, "scale_of (refusals.py) reads the scaler's scale"),
+        case(TOLD, "told"),
+        case(TOLD | {"problem": "gpt"}, "told of a gpt"),
+        case(HALF, "half"),
+        case(ADAMW, "AdamW"),
+        case(MICRO_BATCHES, "micro-batches"),
+        case({"update": False}, "no update"),
+        case({"reference": "previous"}, "previous"),
+        case({"reference": "trail"}, "trail"),
+        case({"problem": "gpt"}, "gpt"),
+        case(TEN_SOURCES, "ten sources"),
+        case({"interleave": True}, "interleaved, nothing rewarded"),
     ],
     indirect=True,
 )
@@ -105,20 +90,12 @@ def test_the_learner_waits_once_a_step(run):
     assert len(counted) <= 1, str(counted)
 
 
-COPIES = "gathered (mixture/batches.py) copies two index tensors for each source and column"
-
-
 @pytest.mark.parametrize(
     "run",
     [
-        case(PLAIN, "three sources", 12, COPIES),
-        case(TEN_SOURCES, "ten sources", 40, COPIES),
-        case(
-            MICRO_BATCHES,
-            "micro-batches",
-            25,
-            f"{COPIES}; are_gone (refusals.py) looks for gradients that were cleared",
-        ),
+        case(PLAIN, "three sources"),
+        case(TEN_SOURCES, "ten sources"),
+        case(MICRO_BATCHES, "micro-batches", 1, "are_gone (refusals.py) looks for gradients that were cleared"),
     ],
     indirect=True,
 )

@@ -258,7 +258,8 @@ class LayerCall(Recorded):
 
     def _align_scaled(self, direction: Mapping[str, Tensor]) -> Tensor:
         """Align with a direction of any size: float16 would lose small values and overflow on large ones."""
-        scale = max((float(value.abs().max()) for value in direction.values() if value.numel()), default=0.0) or 1.0
+        largest = torch.stack([value.abs().max() for value in direction.values() if value.numel()]).max()
+        scale = torch.where(largest > 0, largest, 1.0)
         return scale * self._align_rows({name: value / scale for name, value in direction.items()})
 
     def dot(self, out: Tensor) -> Tensor:

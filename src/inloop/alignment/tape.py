@@ -21,6 +21,7 @@ from inloop.alignment.kept import Halves, Kept
 from inloop.alignment.plan import Plan
 from inloop.alignment.verify import refuse_unseen_uses, verify_calls
 from inloop.errors import BatchSizeError, OverwrittenTensorError, UnsupportedLayerError, UsageError
+from inloop.host import to_device
 
 Reduction = Literal["mean", "sum"]
 Retention = Literal["exact", "half", "recompute"]
@@ -81,6 +82,7 @@ class Tape:
         self.magnitudes = magnitudes
         self.calls: list[Kept] = []
         self.part: dict[int, Tensor] = {}
+        self._part_on: dict[tuple[int, torch.device], Tensor] = {}
         self.batch = 0  # the micro-batch of forward passes now
         self.announced: int | None = None  # how many examples that has, if it is known
         self.given: dict[int, int] = {}  # how many examples the model was given, by micro-batch, where that is known
@@ -158,8 +160,16 @@ class Tape:
                 f"Example {int(rows[-1])} of the batch is to be rewarded, as was chosen when it was sampled, but the model saw {len(dout)}. "
                 "Fix: with part= below 1, train on the whole batch that was sampled, in its order."
             )
+        rows = self._rows_on(call.batch, dout.device)
         call = call.only(rows, len(dout))
         return call, dout if call.taken_from is None else dout[rows]
+
+    def _rows_on(self, batch: int, device: torch.device) -> Tensor:
+        """Return the rewarded rows of a micro-batch on a device; they are copied once."""
+        key = batch, device
+        if key not in self._part_on:
+            self._part_on[key] = to_device(self.part[batch], device)
+        return self._part_on[key]
 
     def _refuse_mixed_batches(self, written: Waiting) -> None:
         """Raise if a reentrant checkpoint, which runs layers in the backward pass, sees several micro-batches."""
@@ -270,9 +280,8 @@ class Tape:
     def _add(self, totals: dict[int, Tensor], call: Kept, direction: Mapping[str, Tensor | None]) -> None:
         """Add a call's contributions, of the rewarded examples, to those of its micro-batch."""
         aligned = call.align(direction)
-        rows = self.part.get(call.batch)
-        if rows is not None and len(aligned) == call.num_recorded:
-            aligned = aligned[rows]
+        if call.batch in self.part and len(aligned) == call.num_recorded:
+            aligned = aligned[self._rows_on(call.batch, aligned.device)]
         totals[call.batch] = totals[call.batch] + aligned if call.batch in totals else aligned
 
     def batch_sizes(self) -> dict[int, int]:

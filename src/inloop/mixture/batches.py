@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset, default_collate
 
 from inloop.errors import UsageError
+from inloop.host import to_device
 from inloop.mixture.sources import IndexedSource, Source
 
 
@@ -25,10 +26,14 @@ def gathered(tensors_K: Sequence[tuple[Tensor, ...]], source_N: Tensor, position
     """The rows of each column, in the order of the examples; the sources' tensors are not copied."""
     order_N = source_N.argsort()
     sizes = torch.bincount(source_N, minlength=len(tensors_K)).tolist()
-    columns = [tensor.new_empty((len(source_N), *tensor.shape[1:])) for tensor in tensors_K[0]]
-    for tensors, here_n, rows_n in zip(tensors_K, order_N.split(sizes), position_N[order_N].split(sizes), strict=True):
-        for column, tensor in zip(columns, tensors, strict=True):
-            column.index_copy_(0, here_n.to(tensor.device), tensor.index_select(0, rows_n.to(tensor.device)))
+    places_2N = torch.stack([order_N, position_N[order_N]])
+    places = {device: to_device(places_2N, device) for device in {tensor.device for tensor in tensors_K[0]}}
+    columns = []
+    for tensors in zip(*tensors_K, strict=True):  # of all sources, for one column
+        column = tensors[0].new_empty((len(source_N), *tensors[0].shape[1:]))
+        for tensor, places_2n in zip(tensors, places[column.device].split(sizes, dim=1), strict=True):
+            column.index_copy_(0, places_2n[0], tensor.index_select(0, places_2n[1]))
+        columns.append(column)
     return columns
 
 

@@ -44,7 +44,7 @@ class Previous(Reference):
             self._before = None
             return {"previous": None}
         before = self._before
-        return {"previous": {"direction": dict(before.direction), "loss": before.loss, "scale": before.scale}}
+        return {"previous": {"direction": dict(before.direction), "loss": float(before.loss), "scale": before.scale}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._before = None if state["previous"] is None else Judge(**state["previous"])

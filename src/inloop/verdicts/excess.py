@@ -8,6 +8,7 @@ If labels follow the model's predictions its mean is 0, for easy examples and fo
 that a label is wrong. So the excess tells sources with wrong labels from sources that are merely harder, which the loss does not.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -40,6 +41,13 @@ class Told:
     def _fields(self) -> dict[str, Tensor]:
         return {name: value for name in self.__slots__ if (value := getattr(self, name)) is not None}
 
+    def tensors(self) -> list[Tensor]:
+        return list(self._fields().values())
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> "Told":
+        """The same with other tensors, in the order of :meth:`tensors`."""
+        return Told(**dict(zip(self._fields(), tensors, strict=True)))
+
     def mark(self) -> Tensor:
         """A tensor that is the same in all processes if they tell the same kinds of things."""
         return torch.tensor([getattr(self, name) is not None for name in self.__slots__])
@@ -60,7 +68,7 @@ class Told:
 
 @torch.no_grad()
 def told_by(losses: Tensor | None, logits: Tensor | None, labels: Tensor | None, draws: Sequence[Draw]) -> Told:
-    """What a user tells with ``learner.step``, checked, on the CPU."""
+    """What a user tells with ``learner.step``, checked, where it is: nothing is read here, since that waits for a device."""
     num_examples = sum(draw.num_examples for draw in draws)
     if losses is not None:
         losses = torch.as_tensor(losses).detach()
@@ -74,14 +82,13 @@ def told_by(losses: Tensor | None, logits: Tensor | None, labels: Tensor | None,
         missing = "logits" if logits is None else "labels"
         raise UsageError(f"learner.step was given no {missing}=. Fix: give logits= and labels= together, or neither.")
     logits, labels = torch.as_tensor(logits), torch.as_tensor(labels)
-    classes = labels.detach().cpu()
-    _refuse_other_shapes(logits, classes, num_examples)
+    _refuse_other_shapes(logits, labels, num_examples)
     own_N, expected_N = losses_and_expected(logits.detach(), labels.detach())
     return Told(
         own_N if losses is None else losses,
         expected_N,
         own_N - expected_N,
-        classes.long() if classes.dim() == 1 else None,
+        labels.detach().long() if labels.dim() == 1 else None,
     )
 
 
@@ -92,22 +99,19 @@ def losses_and_expected(logits: Tensor, labels: Tensor) -> Tensor:
         logits: [N, ..., C].
         labels: [N, ...]; those below 0 do not count, as those that ``cross_entropy`` ignores. An example with none has nan.
     """
-    n = len(labels)
-    known = (labels >= 0).flatten()
-    flat, classes = logits.flatten(0, -2)[known], labels.flatten()[known].long()
+    flat, classes = logits.flatten(0, -2), labels.flatten().long()
     each = max(1, _MOST_NUMBERS // logits.shape[-1])
     parts = [_cross_entropy_and_entropy(*pair) for pair in zip(flat.split(each), classes.split(each), strict=True)]
-    example = torch.arange(n, device=labels.device).repeat_interleave(max(1, labels[:1].numel()))[: len(known)][known]
-    sums = torch.zeros(3, n, dtype=torch.float64, device=labels.device)
-    values = torch.cat(parts, dim=1) if parts else sums[:2, :0]
-    sums.index_add_(1, example, torch.cat([values.double(), torch.ones_like(values[:1], dtype=torch.float64)]))
-    return (sums[:2] / sums[2]).cpu()
+    shape = len(labels), math.prod(labels.shape[1:])
+    known = (classes >= 0).view(shape)
+    values = torch.cat(parts, dim=1).double().view(2, *shape)
+    return values.where(known, 0.0).sum(dim=2) / known.sum(dim=1)
 
 
 def _cross_entropy_and_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """[2, M] for logits [M, C] and labels [M]."""
     log_p = logits.float().log_softmax(dim=-1)
-    loss = -log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    loss = -log_p.gather(-1, labels.clamp_min(0).unsqueeze(-1)).squeeze(-1)
     return torch.stack([loss, -(log_p.exp() * log_p.clamp_min(-1e30)).sum(dim=-1)])
 
 
@@ -119,7 +123,8 @@ def _refuse_other_shapes(logits: Tensor, labels: Tensor, num_examples: int) -> N
         )
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise UsageError(f"learner.step was given labels of type {labels.dtype}; allowed are whole numbers.")
-    if labels.numel() and int(labels.max()) >= logits.shape[-1]:
+    # On a device, torch itself notices unknown labels; looking here would wait for it.
+    if labels.device.type == "cpu" and labels.numel() and int(labels.max()) >= logits.shape[-1]:
         raise UsageError(
             f"learner.step was given the label {int(labels.max())}; the logits have {logits.shape[-1]} classes. Fix: labels that do not count must be below 0."
         )

@@ -1,0 +1,27 @@
+"""Between the CPU and a device. Reading a device waits for all its work, so all that the CPU needs of a step is read at once."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return the CPU tensor on a device. Copies from pinned memory do not wait."""
+    if device.type == "cpu":
+        return tensor
+    pinned = tensor.pin_memory() if device.type == "cuda" and tensor.device.type == "cpu" else tensor
+    return pinned.to(device, non_blocking=True)
+
+
+def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors on the CPU, packed into one transfer. float64 holds float32 and labels exactly."""
+    away = [tensor.detach() for tensor in tensors if tensor.device.type != "cpu"]
+    if not away:
+        return [tensor.detach() for tensor in tensors]
+    packed = torch.cat([tensor.flatten().to(away[0].device, torch.float64) for tensor in away]).cpu()
+    parts = iter(packed.split([tensor.numel() for tensor in away]))
+    return [
+        tensor.detach() if tensor.device.type == "cpu" else next(parts).view(tensor.shape).to(tensor.dtype)
+        for tensor in tensors
+    ]
