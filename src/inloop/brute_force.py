@@ -60,7 +60,7 @@ def compare(model: nn.Module, batch: Any, losses: Losses, options: dict[str, Any
         error = None
         if name in counted:
             none = dict.fromkeys(named)
-            aligned = tape.align(none | {name: direction[name]}).double()
+            aligned = tape.align(none | {name: direction[name]}).double().cpu()
             largest = max(float(brute[name].abs().max()), _SMALL * scale)
             error = float((aligned - brute[name]).abs().max()) / largest if largest else 0.0
         tolerance = _TOLERANCE.get(losses_N.dtype, 5e-2)

@@ -18,6 +18,7 @@ from inloop.alignment.inputs import exchanged, has_several_rows, tensors_of
 from inloop.alignment.plan import LayerFilter
 from inloop.brute_force import Losses, Row, compare
 from inloop.errors import InloopError, UsageError
+from inloop.randomness import untouched_generators
 
 _HOW_THEY_DIFFER = (
     "{} of {} parameters differ from brute force, the worst is '{}' ({}) by {:.1e} of its largest contribution. The sum over examples "
@@ -127,7 +128,7 @@ def check(
 def _compared(model: nn.Module, batch: Any, losses: Losses, options: dict[str, Any]) -> Check:
     """Compare in the model's own precision."""
     try:
-        with torch.random.fork_rng(devices=[]):
+        with untouched_generators():
             rows, dtype = compare(model, batch, losses, options)
     except InloopError as error:
         return Check(problems=[str(error)])
@@ -142,7 +143,7 @@ def _interact(model: nn.Module, batch: Any, losses: Losses) -> bool:
     """Whether losses of examples change when others are replaced."""
 
     def losses_with(batch: Any) -> Tensor:
-        with torch.random.fork_rng(devices=[]):
+        with untouched_generators():
             torch.manual_seed(0)
             return losses(copy.deepcopy(model), batch).double()
 
@@ -158,7 +159,7 @@ def _interact(model: nn.Module, batch: Any, losses: Losses) -> bool:
 
 def _first(model: nn.Module, batch: Any, losses: Losses, num_examples: int) -> tuple[Any, int]:
     """The first examples of the batch, and their number."""
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with torch.no_grad(), untouched_generators():
         values = losses(copy.deepcopy(model), batch)
     if not isinstance(values, Tensor) or values.dim() != 1:
         got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
@@ -196,7 +197,7 @@ class _LowPrecision(TorchDispatchMode):
 def _leaves_float64(model: nn.Module, batch: Any, losses: Losses) -> bool:
     """Whether a model in float64 computes something in less: norms and scans of some models are always in float32."""
     watch = _LowPrecision()  # type: ignore[no-untyped-call]
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), watch:
+    with torch.no_grad(), untouched_generators(), watch:
         losses(copy.deepcopy(model), batch)
     return bool(watch.seen)
 

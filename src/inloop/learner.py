@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from inloop.alignment import Recording
 from inloop.distributed import is_distributed, unwrapped
@@ -28,7 +29,7 @@ from inloop.host import on_host
 from inloop.judging import Judging
 from inloop.optimizers import StepDerivative
 from inloop.policies import Actions, Policy
-from inloop.randomness import default_generator
+from inloop.randomness import default_generator, on_cpu
 from inloop.recording import Finished, StepRecorder
 from inloop.references import HeldOutLoss, Named, Reference, as_reference
 from inloop.refusals import (
@@ -102,13 +103,13 @@ class InLoop:
         refuse_wrong_arguments(model, policy, self.callbacks, part)
         record = record or Recording()
         self.model = model = unwrapped(model)
-        self.policy, self.interleave, self.part = policy, interleave, part
+        self.policy, self.interleave, self.part = policy.cpu(), interleave, part
         self.reward = as_reward(reward)
         refuse_useless_options(self.reward, part, record)
         self.reference = as_reference(reference)
         self.update = as_update(update, policy, self.reward)
         self.num_steps = 0
-        self._sampler = Sampler(policy, generator or default_generator("sampling of actions"))
+        self._sampler = Sampler(policy, on_cpu(generator) if generator else default_generator("sampling of actions"))
         self._reporter = Reporter(policy, self.reference.is_training_data and not isinstance(self.update, NoUpdate))
         self.statistics = statistics_for(policy, self.reference)
         self._rewarded_since_saved = True
@@ -390,6 +391,7 @@ class InLoop:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`; a step that waits here is dropped."""
         parts = {"policy": self.policy, "recording": self._recorder, **self._parts()}
+        state = tree_map_only(Tensor, Tensor.cpu, state)  # a reference moves its tensors to the model
         refuse_other_state(self.policy, self.update, state, {"num_steps", *parts})
         own = {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
         try:

@@ -24,8 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from inloop.alignment.black_box import random_state, restore_random_state
 from inloop.distributed import is_distributed
 from inloop.errors import UsageError
+from inloop.randomness import untouched_generators
 
 log = logging.getLogger("inloop")
 
@@ -127,9 +129,9 @@ class MetaGradient:
             else:
                 random_state, buffers = before
                 with (
-                    torch.random.fork_rng()
+                    untouched_generators()
                 ):  # the same loss again: with the same dropout, and statistics move only once
-                    torch.set_rng_state(random_state)
+                    restore_random_state(random_state)
                     meta_gradient = self._unroll(self._last, theta, phi, buffers, loss_function, phi_free)
             self._update_meta(meta_gradient)
         for name, parameter in self.model.named_parameters():
@@ -142,8 +144,9 @@ class MetaGradient:
         self.num_steps += 1
         return loss.detach()
 
-    def _random_state_and_buffers(self) -> tuple[Tensor, dict[str, Tensor]]:
-        return torch.get_rng_state(), {name: buffer.clone() for name, buffer in self._both.named_buffers()}
+    def _random_state_and_buffers(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        device = next(self._both.parameters()).device
+        return random_state(device), {name: buffer.clone() for name, buffer in self._both.named_buffers()}
 
     def state_dict(self) -> dict[str, Any]:
         """φ, its optimizer and the number of steps. Drops the last step: it will not move φ."""

@@ -19,6 +19,11 @@ def default_generator(purpose: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
 
 
+def on_cpu(generator: torch.Generator) -> torch.Generator:
+    """The generator, or for one of a device a generator of the CPU with its seed: choices are drawn on the CPU."""
+    return generator if generator.device.type == "cpu" else torch.Generator("cpu").manual_seed(generator.initial_seed())
+
+
 @contextmanager
 def untouched_generators() -> Iterator[None]:
     """Give the global generators of torch, NumPy and Python back as they were before the block."""

@@ -60,6 +60,7 @@ class Sampler:
     def chosen_elsewhere(self, actions: Actions, version: int) -> Draw:
         """A draw of the user's own choices, as if the present policy had drawn them."""
         self._join_others()
+        actions = map_actions(Tensor.cpu, actions)
         with torch.no_grad():
             self.policy.log_prob(actions)  # refuses actions that this policy does not have
         counts = gather_counts(count_actions(actions))

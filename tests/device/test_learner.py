@@ -84,12 +84,6 @@ def test_every_optimizer(make_optimizer, reference):
     assert_same_as_on_the_cpu(tolerance=tolerance, **options)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="rewards differ by 7e-6: a fused optimizer counts its steps in float32 on the device, and _count (optimizers/torch_optimizers.py) "
-    "takes 1 - beta**t of that in float32",
-)
 def test_a_count_of_steps_on_the_device_loses_no_precision():
     assert_same_as_on_the_cpu(make_optimizer=fused_adamw, knows_optimizer=True)
 
@@ -135,11 +129,6 @@ def test_a_mixture_draws_the_same_batches_from_sources_on_the_device():
         assert torch.equal(column.cpu(), other)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=RuntimeError,
-    reason="default_collate's device error comes through: collated (mixture/batches.py) names forms of examples without their device",
-)
 def test_sources_on_different_devices_are_named():
     on_cpu, on_device, _ = Run("cpu").problem.sources()
     mixture = Mixture([on_cpu, tuple(column.cuda() for column in on_device)])

@@ -32,12 +32,6 @@ def test_a_meta_gradient_that_is_reused_is_that_of_the_cpu():
     torch.testing.assert_close(meta_gradients("cuda", "reuse"), meta_gradients("cpu", "reuse"), rtol=1e-9, atol=0)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="0.044 instead of 0.067: MetaGradient._random_state_and_buffers and step (metagradient.py) keep and restore the CPU's generator "
-    "alone, so the loss is unrolled with other dropout",
-)
 def test_a_meta_gradient_that_is_unrolled_is_that_of_the_cpu():
     torch.testing.assert_close(meta_gradients("cuda", "unroll"), meta_gradients("cpu", "unroll"), rtol=1e-9, atol=0)
 
@@ -64,11 +58,6 @@ def batch_on_device():
     return tuple(column[:8].cuda() for column in PROBLEMS["mlp"].sources(dtype=torch.float32)[1])
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=RuntimeError,
-    reason="a device error: compare (brute_force.py) subtracts brute force's numbers, on the CPU, from contributions on the device",
-)
 def test_a_model_on_the_device_is_checked():
     report = inloop.check(PROBLEMS["mlp"].model(torch.float32).cuda(), batch_on_device(), example_losses)
     assert report.ok
@@ -76,11 +65,6 @@ def test_a_model_on_the_device_is_checked():
     assert report.dtype == "float64"
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=RuntimeError,
-    reason="a device error, as above; besides, check, _first, _compared and _leaves_float64 (checking.py) fork the CPU's generator alone",
-)
 def test_a_check_leaves_the_generators_to_the_training():
     torch.cuda.manual_seed(0)
     before = torch.cuda.get_rng_state()

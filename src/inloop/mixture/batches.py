@@ -78,7 +78,7 @@ def _different_forms(examples: list[Any], reason: str) -> UsageError:
 def _form_of(example: Any) -> str:
     """A short description of an example's types and shapes."""
     if isinstance(example, Tensor):
-        return f"a tensor {list(example.shape)}"
+        return f"a tensor {list(example.shape)}" + ("" if example.device.type == "cpu" else f" on {example.device}")
     if isinstance(example, dict):
         return "{" + ", ".join(f"{name}: {_form_of(part)}" for name, part in example.items()) + "}"
     if isinstance(example, (tuple, list)):

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import default_collate
 
 from inloop.distributed import begin_alike, gather_counts, gather_rows, rank, world_size
@@ -14,7 +15,7 @@ from inloop.mixture.batches import collated, gathered, tensors_alike, with_tenso
 from inloop.mixture.labels import label_counts
 from inloop.mixture.sources import IndexedSource, Key, StreamSource, as_source
 from inloop.policies import Actions, source_of
-from inloop.randomness import default_generator, untouched_generators
+from inloop.randomness import default_generator, on_cpu, untouched_generators
 
 if TYPE_CHECKING:
     from inloop.learner import InLoop
@@ -62,7 +63,7 @@ class Mixture:
         self.names = [str(name) for name in named]
         if selection not in ("replacement", "passes"):
             raise UsageError(f"selection={selection!r}: allowed are 'replacement' and 'passes'.")
-        self.generator = generator or default_generator("drawing from sources")
+        self.generator = on_cpu(generator) if generator else default_generator("drawing from sources")
         passes = self.generator if selection == "passes" else None
         self.sources = [
             as_source(name, source, passes) for name, source in zip(self.names, named.values(), strict=True)
@@ -221,6 +222,7 @@ class Mixture:
             raise UsageError(
                 f"The state is of a mixture of {len(state['sources'])} sources; this one has {len(self.sources)}."
             )
+        state = tree_map_only(Tensor, Tensor.cpu, state)
         self.generator.set_state(state["generator"])
         self.drawn_K.copy_(state["drawn"])
         for source, saved in zip(self.sources, state["sources"], strict=True):

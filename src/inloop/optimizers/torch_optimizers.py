@@ -38,9 +38,9 @@ def _diagonal(
 
 
 def _count(state: State) -> Any:
-    """Return the number of steps; a tensor if reading it would make a device wait."""
+    """Return the number of steps; a tensor if reading it would make a device wait, in float64: fused optimizers count in float32."""
     step = state["step"]
-    return step if isinstance(step, Tensor) and step.device.type != "cpu" else float(step)
+    return step.double() if isinstance(step, Tensor) and step.device.type != "cpu" else float(step)
 
 
 def _slope_of_root(gradient: Tensor, root: Tensor, factor: Any) -> Tensor:

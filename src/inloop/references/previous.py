@@ -1,5 +1,6 @@
 """The previous step as the reference."""
 
+import weakref
 from typing import Any
 
 from torch import nn
@@ -25,6 +26,7 @@ class Previous(Reference):
                 f"reference='previous' is a gradient, of which {type(reward).__name__} makes no use. Fix: use reference='next', or reward='gar'."
             )
         self._before = None
+        self._model = weakref.ref(model)
 
     def drop(self) -> None:
         """Forget the previous gradient too: after a dropped step it would be that of two steps before."""
@@ -47,4 +49,10 @@ class Previous(Reference):
         return {"previous": {"direction": dict(before.direction), "loss": float(before.loss), "scale": before.scale}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._before = None if state["previous"] is None else Judge(**state["previous"])
+        model, saved = self._model(), state["previous"]
+        if model is None or saved is None:
+            self._before = None
+            return
+        devices = {name: parameter.device for name, parameter in model.named_parameters()}
+        moved = {name: None if g is None else g.to(devices[name]) for name, g in saved["direction"].items()}
+        self._before = Judge(moved, saved["loss"], saved["scale"])
