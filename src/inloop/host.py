@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from inloop.errors import UsageError
+
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Return the CPU tensor on a device. Copies from pinned memory do not wait."""
@@ -25,3 +27,12 @@ def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
         tensor.detach() if tensor.device.type == "cpu" else next(parts).view(tensor.shape).to(tensor.dtype)
         for tensor in tensors
     ]
+
+
+def refuse_graph_capture() -> None:
+    """Raise if a CUDA graph is being captured: it would repeat one step's choices and rewards for ever."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise UsageError(
+            "A CUDA graph is being captured, which would repeat the choices and the recording of this one step. Fix: capture the optimizer's step or the "
+            "evaluation alone, and run learner.sample, the model's forward and backward pass and learner.step outside of torch.cuda.graph."
+        )

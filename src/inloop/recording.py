@@ -21,6 +21,7 @@ from inloop.alignment.tape import Structure, structure_of
 from inloop.distributed import is_distributed, is_sharded, world_size
 from inloop.errors import InloopError, UsageError
 from inloop.hooks import Hook
+from inloop.host import refuse_graph_capture
 from inloop.references import Reference
 from inloop.refusals import (
     agree,
@@ -85,6 +86,7 @@ class StepRecorder:
             compute: What that gradient is changed by before the step is aligned with it.
             known: The direction that the new step will be aligned with, if it is known already.
         """
+        refuse_graph_capture()
         if self._is_sharded or is_distributed():
             self.early.turn_off()  # gradients are averaged after they have arrived
         self.is_open, self.optimizer_stepped, self._recorder.saw_gradient = True, False, False
@@ -117,6 +119,7 @@ class StepRecorder:
         Args:
             reference: Has the step that this one may judge.
         """
+        refuse_graph_capture()
         gradients = gradients_of(self._model)
         tape = self._take_tape(draws, gradients)
         if self.optimizer_stepped and not reference.is_training_data:

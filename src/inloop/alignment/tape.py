@@ -21,7 +21,7 @@ from inloop.alignment.kept import Halves, Kept
 from inloop.alignment.plan import Plan
 from inloop.alignment.verify import refuse_unseen_uses, verify_calls
 from inloop.errors import BatchSizeError, OverwrittenTensorError, UnsupportedLayerError, UsageError
-from inloop.host import to_device
+from inloop.host import refuse_graph_capture, to_device
 
 Reduction = Literal["mean", "sum"]
 Retention = Literal["exact", "half", "recompute"]
@@ -117,6 +117,8 @@ class Tape:
         Args:
             fused: Form the per-example gradients at once, even if they are a little larger than x and dout.
         """
+        if not self._waiting:
+            refuse_graph_capture()
         waiting = Waiting(self, call, fused)
         self._waiting.append(waiting)
         return waiting

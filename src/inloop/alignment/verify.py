@@ -18,6 +18,7 @@ from inloop.errors import VerificationError
 
 # Relative to the sum of |c_i|, by the coarsest precision: far above rounding, far below any real omission.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+_TF32 = 1e-2  # as for float16: a GPU may round the factors of float32 products to ten bits
 _ROUNDING = 1e-2  # times the tolerance: rounding of a gradient, as a share of the largest in the same module
 _TINY = 1e-6  # as a share of the largest gradient
 _LARGE = 1e-3  # as a share of the largest gradient
@@ -64,7 +65,7 @@ def verify_calls(
             call.visit_layers(add)
     least = _LARGE * max(norms.values(), default=0.0) if only_large else 0.0
     sums = _mean_over_processes(sums)
-    coarsest = float(gather_numbers(max((_TOLERANCE[call.coarsest] for call in calls), default=0.0)).max())
+    coarsest = float(gather_numbers(max((_tolerance(call) for call in calls), default=0.0)).max())
     for name, (total, magnitude) in sorted(sums.items()):
         gradient = gradients[name]
         if norms[name] < least:
@@ -77,6 +78,13 @@ def verify_calls(
             if abs(total - norm) <= _ROUNDING * tolerance * _largest_beside(calls, name, norms):
                 continue
             raise VerificationError(_what_is_wrong(name, total, norm, _is_added_in_bfloat16(calls, name)))
+
+
+def _tolerance(call: Kept) -> float:
+    """The tolerance for a call, by the precision that its device computes in."""
+    tf32 = torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32
+    rounds = call.device.type == "cuda" and call.coarsest is torch.float32 and tf32
+    return _TF32 if rounds else _TOLERANCE[call.coarsest]
 
 
 def _that_add_up_together(
@@ -98,7 +106,7 @@ def _that_add_up_together(
         if along:
             aligned = call.align(along).double()
             total, magnitude = total + float(aligned.sum()), magnitude + float(aligned.abs().sum())
-    tolerance = max([_TOLERANCE[call.coarsest] for call in calls], default=0.0)
+    tolerance = max([_tolerance(call) for call in calls], default=0.0)
     error = abs(total - sum(factors.values()))
     return set(chosen) if error <= min(tolerance * magnitude, _CERTAIN) else set()
 
