@@ -188,3 +188,31 @@ def test_a_model_that_rounds_to_float32_is_compared_in_its_own_precision():
     assert report.dtype == "float32"
     assert report.num_examples == 4
     assert any("less than float64" in text for text in report.warnings)
+
+
+class _Once(torch.autograd.Function):
+    """Doubles its input; its backward pass is right only the first time, as that of reversible layers may be."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.factor = 2.0
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, dout):
+        dx, ctx.factor = ctx.factor * dout, 3.0
+        return dx
+
+
+def test_a_backward_pass_that_cannot_be_repeated():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last, self.dropout = nn.Linear(8, 5), nn.Linear(5, 3), nn.Dropout(0.3)
+
+        def forward(self, x):
+            return self.last(_Once.apply(self.dropout(self.first(x))))
+
+    report = inloop.check(Model(), *small()[1:])
+    assert report.ok
+    assert report.max_relative_error < 1e-9

@@ -10,10 +10,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from inloop.alignment import Tape, capture
+from inloop.alignment.black_box import random_state, restore_random_state
 
 Losses = Callable[[nn.Module, Any], Tensor]
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+_REPEATED = 1e-2  # far above rounding in any precision, below what a graph that cannot be repeated gives
 _SMALL = 1e-3  # a parameter's contributions below this share of the largest are compared on that scale
 
 
@@ -42,6 +44,7 @@ class Row:
 def compare(model: nn.Module, batch: Any, losses: Losses, options: dict[str, Any]) -> tuple[list[Row], torch.dtype]:
     """Every parameter's contributions, by the engine and by brute force."""
     model.zero_grad()
+    state = random_state(next(model.parameters()).device)
     with capture(model, reduction="sum", verify=True, **options) as tape:
         losses_N = losses(model, batch)
         losses_N.sum().backward(retain_graph=True)
@@ -51,6 +54,8 @@ def compare(model: nn.Module, batch: Any, losses: Losses, options: dict[str, Any
         name: torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p) for name, p in named.items()
     }
     brute = _brute_force(losses_N, named, direction)
+    if not _adds_up(brute, named, direction):  # a graph whose backward pass cannot be repeated, as of reversible layers
+        brute = _brute_force_anew(lambda: losses(model, batch), len(losses_N), state, named, direction)
     counted = {name for call in tape.calls for name in call.parameter_names.values()}
     scale = max((float(values.abs().max()) for name, values in brute.items() if name in counted), default=0.0)
     costs = _costs(tape, direction)
@@ -78,6 +83,36 @@ def _brute_force(losses_N: Tensor, named: dict[str, nn.Parameter], direction: di
         for (name, values), gradient in zip(rows.items(), gradients, strict=True):
             dense = gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
             values.append(0.0 if dense is None else float((dense * direction[name]).sum()))
+    return {name: torch.tensor(values, dtype=torch.float64) for name, values in rows.items()}
+
+
+def _adds_up(brute: dict[str, Tensor], named: dict[str, nn.Parameter], direction: dict[str, Tensor]) -> bool:
+    """Whether the examples of brute force add up to the gradients that the backward pass of their sum has left."""
+    error = size = 0.0
+    for name, parameter in named.items():
+        whole = 0.0 if parameter.grad is None else float((parameter.grad.to_dense() * direction[name]).double().sum())
+        error += abs(float(brute[name].sum()) - whole)
+        size += float(brute[name].abs().sum())
+    return error <= _REPEATED * size
+
+
+def _brute_force_anew(
+    forward: Callable[[], Tensor],
+    num_examples: int,
+    state: dict[str, Tensor],
+    named: dict[str, nn.Parameter],
+    direction: dict[str, Tensor],
+) -> dict[str, Tensor]:
+    """The same with passes of its own for each example, with the same random numbers, and gradients read from ``.grad``."""
+    rows: dict[str, list[float]] = {name: [] for name in named}
+    for i in range(num_examples):
+        for parameter in named.values():
+            parameter.grad = None
+        restore_random_state(state)
+        forward()[i].backward()
+        for name, parameter in named.items():
+            gradient = parameter.grad
+            rows[name].append(0.0 if gradient is None else float((gradient.to_dense() * direction[name]).sum()))
     return {name: torch.tensor(values, dtype=torch.float64) for name, values in rows.items()}
 
 
