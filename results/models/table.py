@@ -37,7 +37,7 @@ def totals(rows: Sequence[Row]) -> str:
         of_library = [row for row in rows if row["library"] == library]
         trained = [row for row in of_library if row["status"] != "not built"]
         apart = [row for row in trained if not (row.get("interacts") or row["status"] == "interact")]
-        learned = sum(row["learner"]["status"] == "ok" for row in trained)
+        learned = sum(row.get("learner", {}).get("status") == "ok" for row in trained)
         counts = Counter(row["status"] for row in trained)
         exact_apart = sum(row["status"] == "exact" for row in apart)
         lines.append(
