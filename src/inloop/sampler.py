@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from inloop.alignment.kept import tensors_in
 from inloop.distributed import begin_alike, gather_counts, gather_rows, world_size
@@ -60,7 +61,7 @@ class Sampler:
     def chosen_elsewhere(self, actions: Actions, version: int) -> Draw:
         """A draw of the user's own choices, as if the present policy had drawn them."""
         self._join_others()
-        actions = map_actions(Tensor.cpu, actions)
+        actions = tree_map_only(Tensor, Tensor.cpu, actions)
         with torch.no_grad():
             self.policy.log_prob(actions)  # refuses actions that this policy does not have
         counts = gather_counts(count_actions(actions))
