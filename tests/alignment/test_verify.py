@@ -1,6 +1,9 @@
 """Gradients that the recorded examples do not add up to are refused, and the parameter is named."""
 
+from contextlib import nullcontext
+
 import pytest
+import torch
 import torch.nn.functional as F
 from torch import nn
 
@@ -76,3 +79,15 @@ def test_weights_used_where_nothing_can_be_seen_are_named():
         capture(model, verify=True),
     ):
         model(x(5)).square().sum().backward()
+
+
+@pytest.mark.parametrize(("factor", "is_seen"), [(1e-30, False), (1e-6, True)])
+def test_what_is_missing_of_a_gradient_that_is_next_to_nothing(factor, is_seen):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
+    batch = torch.randn(5, 3, dtype=torch.float64)
+    expected = pytest.raises(VerificationError, match=r"'0\.bias'") if is_seen else nullcontext()
+    with expected, capture(model):
+        model(batch).square().mean().backward()
+        with torch.no_grad():
+            model[0].bias.grad.zero_()
+            model[0].bias.grad[0] = factor

@@ -21,7 +21,8 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, to
 _TF32 = 1e-2  # as for float16: a GPU may round the factors of float32 products to ten bits
 _ROUNDING = 1e-2  # times the tolerance: rounding of a gradient, as a share of the largest in the same module
 _TINY = 1e-6  # as a share of the largest gradient
-_LARGE = 1e-3  # as a share of the largest gradient
+_NOTHING = 1e-12  # as a share of the largest gradient: whatever is missing there has no effect
+_LARGE = 1e-3  # the same
 _CERTAIN = 1e-3  # the share of a parameter's gradient that may be missing if all are looked at together
 
 
@@ -63,7 +64,7 @@ def verify_calls(
 
         for call in calls:
             call.visit_layers(add)
-    least = _LARGE * max(norms.values(), default=0.0) if only_large else 0.0
+    least = (_LARGE if only_large else _NOTHING) * max(norms.values(), default=0.0)
     sums = _mean_over_processes(sums)
     coarsest = float(gather_numbers(max((_tolerance(call) for call in calls), default=0.0)).max())
     for name, (total, magnitude) in sorted(sums.items()):
