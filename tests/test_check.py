@@ -75,7 +75,7 @@ def test_a_wrong_rule_is_found():
         def forward(self, x):
             return 2 * super().forward(x)
 
-    inloop.alignment_rule(Twice)(lambda call, direction: linear_in_parameters(call, direction).roll(1))
+    inloop.alignment_rule(Twice)(lambda call, direction: linear_in_parameters(call, direction).rows().roll(1))
     try:
         report = inloop.check(*small(nn.Linear(8, 4), Twice(4, 3)))
     finally:

@@ -106,7 +106,7 @@ def rewards(training: Training, batch: Any, judge: Any, clip: float | None) -> d
     for form in REWARDS:
         directions = gradients
         if form != "plain":
-            directions = [derivatives[form].of_last_step(n, g) for n, g in zip(parameters, gradients, strict=True)]
+            directions = derivatives[form].of_last_step(dict(zip(parameters, gradients, strict=True))).values()
             derivatives[form].detach()
         found[form] = torch.stack([sum((g * d).sum() for g, d in zip(row, directions, strict=True)) for row in rows])
     return found

@@ -40,6 +40,11 @@ class Judging:
             derivative.attach()
         self.derivative = derivative
 
+    def refuse_unknown(self, gradients: Direction) -> None:
+        """Raise if a parameter has a gradient, and no optimizer of the learner holds it."""
+        if self.derivative is not None:
+            self.derivative.refuse_unknown([name for name, g in gradients.items() if g is not None])
+
     @property
     def waiting(self) -> Tape | None:
         """The tape of the step that waits for its judge."""

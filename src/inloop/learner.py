@@ -190,6 +190,7 @@ class InLoop:
         at_once = self.reward.needs_tape and not finished.must_be_looked_at
         mean_loss: Tensor | float = loss
         if not at_once:
+            self._judging.refuse_unknown(finished.gradients)
             mean_loss, problem = self._look(finished, draws, told, *on_host([loss, finished.norm]))
             if problem is not None:
                 return self._drop(current, None, problem)

@@ -30,6 +30,7 @@ def test_architecture_recomputed(name):
     assert_exact(model.double(), *inputs, retain="recompute")
 
 
+@pytest.mark.usefixtures("nothing_is_small")
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointed_layers_that_form_gradients_themselves(reentrant):
     """Recomputing a forward pass must put the same nodes into the graph."""

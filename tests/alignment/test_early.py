@@ -16,6 +16,8 @@ from inloop.rewards import GradientAlignment
 from tests.learners import make_learner
 from tests.training import watch_input
 
+pytestmark = pytest.mark.usefixtures("nothing_is_small")
+
 
 def make_model(seed=0):
     torch.manual_seed(seed)

@@ -16,6 +16,8 @@ from inloop.alignment.kept import ExampleGradients
 from tests.alignment.exactness import assert_exact, small_net, x
 from tests.training import num_hooks
 
+pytestmark = pytest.mark.usefixtures("nothing_is_small")
+
 
 def test_a_forgotten_recorder_takes_its_hooks_along():
     model = small_net()

@@ -12,6 +12,8 @@ from inloop.alignment.kept import ExampleGradients, Half, Halves
 from tests.alignment.exactness import assert_exact, relative_error, rewards_and_oracle
 from tests.alignment.replayed import MODELS, make
 
+pytestmark = pytest.mark.usefixtures("nothing_is_small")
+
 # ------------------------------------------------------------------ gradients of examples
 
 

@@ -81,6 +81,7 @@ def test_two_passes_of_different_size_are_named():
         model(x(5)[:2]).sum().backward()
 
 
+@pytest.mark.usefixtures("nothing_is_small")
 def test_magnitudes_are_kept_for_the_guard_alone():
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     x = torch.randn(5, 9, 3)

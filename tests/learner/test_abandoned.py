@@ -151,6 +151,7 @@ def probe(run, n=64):
     F.cross_entropy(run.model(torch.randn(n, 16)), torch.randint(0, 4, (n,))).backward()
 
 
+@pytest.mark.usefixtures("nothing_is_small")
 @pytest.mark.parametrize("sampled", [False, True])
 def test_a_batch_that_was_given_up_is_forgotten(sampled):
     """A probe, or a step that was skipped after backward: it is on the tape, but its gradients were cleared."""

@@ -101,7 +101,7 @@ class Task:
         examples = [torch.autograd.grad(loss, parameters, retain_graph=True) for loss in self.losses(self.model, batch)]
         self.step(batch)
         gradients = torch.autograd.grad(self.losses(self.model, reference).mean(), parameters)
-        directions = [derivative.of_last_step(name, g) for name, g in zip(names, gradients, strict=True)]
+        directions = derivative.of_last_step(dict(zip(names, gradients, strict=True))).values()
         derivative.detach()
         return torch.stack(
             [sum((g * d).sum() for g, d in zip(example, directions, strict=True)) for example in examples]
@@ -295,9 +295,9 @@ def test_the_last_step_has_its_own_settings_and_the_next_the_present_ones():
     optimizer.step()
     optimizer.param_groups[0]["lr"] = 0.125  # as a scheduler does
     direction = torch.ones(1, 2)
-    assert torch.equal(derivative.of_last_step("weight", direction), 0.5 * direction)
-    assert torch.equal(derivative.of_next_step("weight", direction), 0.125 * direction)
+    assert torch.equal(derivative.of_last_step({"weight": direction})["weight"], 0.5 * direction)
+    assert torch.equal(derivative.of_next_step({"weight": direction})["weight"], 0.125 * direction)
     optimizer.load_state_dict(optimizer.state_dict())  # makes new groups
     optimizer.param_groups[0]["lr"] = 0.25
-    assert torch.equal(derivative.of_next_step("weight", direction), 0.25 * direction)
+    assert torch.equal(derivative.of_next_step({"weight": direction})["weight"], 0.25 * direction)
     derivative.detach()

@@ -22,6 +22,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils._pytree import tree_map_only
 
 from inloop.alignment.kept import Half, Kept, full, leaves_of, tensors_in, versions_of
+from inloop.alignment.sums import Dot, Sums
 from inloop.errors import OverwrittenTensorError
 
 if TYPE_CHECKING:
@@ -215,6 +216,13 @@ class LayerCall(Recorded):
         return replace(self, args=args, kwargs=kwargs, versions=versions_of((args, kwargs)), taken_from=num_rows)
 
     def align(self, direction: Mapping[str, Tensor | None], magnitudes: bool = False) -> Tensor:
+        return _rows_of(self._contributions(direction, magnitudes))
+
+    def add_to(self, sums: Sums, direction: Mapping[str, Tensor | None]) -> None:
+        sums.add(self._contributions(direction))
+
+    @torch.no_grad()
+    def _contributions(self, direction: Mapping[str, Tensor | None], magnitudes: bool = False) -> Tensor | Dot:
         self.refuse_overwritten()
         call = replace(self, absolute=True) if magnitudes else self
         complete: dict[str, Tensor] = {}
@@ -225,16 +233,16 @@ class LayerCall(Recorded):
                     complete[name] = torch.zeros_like(parameter, device=self.dout.device)
                 else:
                     complete[name] = along.to(parameter.dtype)
-        with torch.no_grad():
-            if self.autocast.enabled and self.autocast.dtype == torch.float16:
-                rows = call._align_scaled(complete)
-            else:
-                rows = call._align_rows(complete)
-            if self.example_of_row is None:
-                return rows
-            return rows.new_zeros(self.num_examples).index_add_(0, self.example_of_row, rows)
+        if self.autocast.enabled and self.autocast.dtype == torch.float16:
+            contributions: Tensor | Dot = call._align_scaled(complete)
+        else:
+            contributions = call._align_rows(complete)
+        if self.example_of_row is None:
+            return contributions
+        rows = _rows_of(contributions)
+        return rows.new_zeros(self.num_examples).index_add_(0, self.example_of_row, rows)
 
-    def _align_rows(self, direction: Mapping[str, Tensor]) -> Tensor:
+    def _align_rows(self, direction: Mapping[str, Tensor]) -> Tensor | Dot:
         """Align by the rule, a few examples at a time if the call is large and separable.
 
         On a CPU this is faster (a 3 x 3 convolution of 64 channels on 64 images of 32 x 32: by a third) and needs less
@@ -246,7 +254,7 @@ class LayerCall(Recorded):
         if size > 2 * _PART_BYTES and self.rule.separable and not self.batch_axis and self.dout.device.type == "cpu":
             some = max(1, len(self.dout) * _PART_BYTES // size)
             starts = range(0, len(self.dout), some)
-            return torch.cat([self.rule.align(self._rows(slice(n, n + some)), direction) for n in starts])
+            return torch.cat([_rows_of(self.rule.align(self._rows(slice(n, n + some)), direction)) for n in starts])
         if all([isinstance(leaf, Tensor) for leaf in leaves]):
             return self.rule.align(self, direction)
         return self.rule.align(self._with(tree_map_only(Half, Half.full, tensors)), direction)
@@ -260,17 +268,15 @@ class LayerCall(Recorded):
         """Align with a direction of any size: float16 would lose small values and overflow on large ones."""
         largest = torch.stack([value.abs().max() for value in direction.values() if value.numel()]).max()
         scale = torch.where(largest > 0, largest, 1.0)
-        return scale * self._align_rows({name: value / scale for name, value in direction.items()})
+        return scale * _rows_of(self._align_rows({name: value / scale for name, value in direction.items()}))
 
-    def dot(self, out: Tensor) -> Tensor:
+    def dot(self, out: Tensor) -> Dot:
         """Return ``<dout_i, out_i>`` for every example; half precision accumulates in float32."""
-        dout = self.dout
-        if not dout.dtype == out.dtype == torch.float32:
-            dtype = torch.promote_types(torch.promote_types(dout.dtype, out.dtype), torch.float32)
-            dout, out = dout.to(dtype), out.to(dtype)
-        product = dout * out
-        product = product.abs() if self.absolute else product
-        return product.movedim(self.batch_axis, 0).flatten(start_dim=1).sum(dim=1) if product.dim() > 1 else product
+        return Dot(self.dout, out, self.batch_axis, self.absolute)
+
+
+def _rows_of(contributions: Tensor | Dot) -> Tensor:
+    return contributions if isinstance(contributions, Tensor) else contributions.rows()
 
 
 def detached(tree: Any, copy: bool) -> Any:

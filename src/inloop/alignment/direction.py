@@ -11,7 +11,8 @@ from inloop.distributed import is_sharded, whole
 from inloop.errors import DirectionError
 
 Direction = Mapping[str, Tensor | None]
-Compute = Callable[[str, Tensor], Tensor | None]
+Values = Mapping[str, Tensor]
+Compute = Callable[[Values], Direction]  # of many tensors at once: that takes fewer kernels
 
 
 class Computed(Mapping[str, Tensor | None]):
@@ -19,23 +20,33 @@ class Computed(Mapping[str, Tensor | None]):
 
     Args:
         raw: A tensor for every trainable parameter, by canonical name.
-        compute: Called with a name and its dense raw tensor; None stays None.
+        compute: Called with dense raw tensors, by name; None stays None.
     """
 
     def __init__(self, raw: Direction, compute: Compute) -> None:
         self.raw, self._compute = raw, compute
 
     def __getitem__(self, name: str) -> Tensor | None:
-        value = self.raw[name]
-        if value is None:
-            return None
-        return self._compute(name, (value.to_dense() if value.is_sparse else value).detach())
+        return self.of([name])[name]
+
+    def of(self, names: Iterable[str]) -> dict[str, Tensor | None]:
+        """Compute the tensors of these names together."""
+        raw = {name: self.raw[name] for name in names}
+        known = {n: (g.to_dense() if g.is_sparse else g).detach() for n, g in raw.items() if g is not None}
+        return {**dict.fromkeys(raw), **self._compute(known)}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.raw)
 
     def __len__(self) -> int:
         return len(self.raw)
+
+
+def values_of(direction: Direction, names: Iterable[str]) -> Direction:
+    """Return the tensors of these names; None where the direction has none."""
+    if isinstance(direction, Computed):
+        return direction.of([name for name in names if name in direction.raw])
+    return {name: direction.get(name) for name in names}
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:

@@ -1,8 +1,8 @@
 """Align a step while the next gradient forms: its tape shrinks as the next one grows.
 
 Otherwise the tape would stay until the next backward pass ends, on top of all that this pass records. Backward passes
-go from the last layer to the first. When the gradient of a layer's parameters has arrived and is final, the layer's
-calls of the previous step are aligned with it and released (except modules that are run again, which need a backward
+go from the last layer to the first. When the gradients of some layers' parameters have arrived and are final, these layers'
+calls of the previous step are aligned with them and released (except modules that are run again, which need a backward
 pass of their own). A gradient is final if the step has one backward pass and
 nothing changes ``p.grad`` before ``learner.step``. Only this module knows whether that holds:
 
@@ -19,9 +19,9 @@ from typing import Literal
 from torch import Tensor
 
 from inloop.alignment.direction import Compute, Direction
+from inloop.alignment.groups import Group
 from inloop.alignment.kept import Kept
 from inloop.alignment.tape import Tape
-from inloop.errors import OverwrittenTensorError
 
 CHANGED_GRADIENTS = (
     "the gradients changed after the step's first backward pass (by another one, or by scaling or clipping), in which recorded "
@@ -41,6 +41,7 @@ class EarlyAlignment:
         self._tape: Tape | None = None  # the waiting tape, while this aligns it
         self._users: dict[str, list[Kept]] = {}  # its calls, by parameter
         self._gradients: dict[str, Tensor | None] = {}  # those that arrived and that a call still needs
+        self._ready = Group()  # calls whose gradients are complete
         self._compute: Compute | None = None
 
     def begin(self, waiting: Tape | None, compute: Compute | None = None) -> None:
@@ -64,6 +65,7 @@ class EarlyAlignment:
         self._tape = None
         self._users.clear()
         self._gradients.clear()
+        self._ready.take()
 
     def gradient_arrived(self, name: str, gradient: Tensor) -> None:
         """Align calls whose gradients are complete, now that a backward pass has finished the one of ``name``."""
@@ -71,20 +73,20 @@ class EarlyAlignment:
         if not users or gradient.is_sparse:
             return
         self._gradients[name] = gradient.detach()
+        is_full = False
         for call in list(users):
-            if self._gradients.keys() >= set(call.parameter_names.values()):
-                self._align(call)
-        if not users:
-            del self._gradients[name]
+            names = call.parameter_names.values()
+            if self._gradients.keys() >= set(names):
+                for other in names:
+                    self._users[other].remove(call)
+                is_full |= self._ready.add(call, self._gradients)
+        if is_full:
+            self._align()
 
-    def _align(self, call: Kept) -> None:
+    def _align(self) -> None:
         assert self._tape is not None
-        try:
-            self._tape.align_early(call, self._gradients, self._compute)
-        except OverwrittenTensorError:
-            return  # raised again when the rest of the tape is aligned, outside of the user's backward pass
-        for name in call.parameter_names.values():
-            self._users[name].remove(call)
+        self._tape.align_early(self._ready.take(), self._gradients, self._compute)
+        self._gradients = {name: g for name, g in self._gradients.items() if self._users[name]}
 
     def learn_from(self, step: Tape | None, waiting: Tape | None, gradients: Direction) -> str | None:
         """Learn from a complete step. Return a sentence if the released tensors are still needed, else None.

@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from inloop.alignment.sums import Sums
+
 _SLICE = 1 << 20  # elements to convert to half precision at a time
 
 
@@ -59,6 +61,10 @@ class Kept(ABC):
             direction: By the parameter's name in the layer; a missing entry is zero.
             magnitudes: Add up magnitudes instead of values: rounding errors are relative to their sum.
         """
+
+    def add_to(self, sums: Sums, direction: Mapping[str, Tensor | None]) -> None:
+        """Add what :meth:`align` returns to ``sums``, which may compute it together with that of other calls."""
+        sums.add(self.align(direction))
 
     @abstractmethod
     def tensors(self) -> list[Tensor]:

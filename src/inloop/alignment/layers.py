@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from inloop.alignment import sizes
 from inloop.alignment.call import LayerCall
 from inloop.alignment.rules import (
     PerExample,
@@ -19,6 +20,7 @@ from inloop.alignment.rules import (
     alignment_rule_by_name,
     linear_in_parameters,
 )
+from inloop.alignment.sums import Dot
 
 # ---------------------------------------------------------------- gradients of the examples
 
@@ -140,11 +142,17 @@ def _channels_and_space(layer: nn.Module) -> int:
 
 
 @alignment_rule(nn.Linear, per_example=LINEAR, separable=True)
-def align_linear(call: LayerCall, direction: Mapping[str, Tensor]) -> Tensor:
+def align_linear(call: LayerCall, direction: Mapping[str, Tensor]) -> Tensor | Dot:
     """Return ``<dout_i, x_i gᵀ>`` or, for a layer that widens, ``<dout_i g, x_i>``, whose product is smaller."""
     layer, dout = cast(nn.Linear, call.layer), call.dout
     precise = dout.dtype in (torch.float32, torch.float64) and not call.autocast.enabled
-    if layer.out_features <= layer.in_features or not precise or call.absolute or call.batch_axis:
+    if (
+        layer.out_features <= layer.in_features
+        or dout.nbytes <= sizes.SMALL_PRODUCT
+        or not precise
+        or call.absolute
+        or call.batch_axis
+    ):
         return linear_in_parameters(call, direction)
     (x,) = (*call.args, *call.kwargs.values())
     contributions_N: Tensor = ((dout @ direction["weight"]) * x).flatten(1).sum(dim=1)
@@ -183,7 +191,7 @@ alignment_rule(nn.PReLU, parameters=("weight",), example_dims=0)(affine_in_param
 
 
 @alignment_rule(nn.Embedding, parameters=("weight",), example_dims=0)
-def align_embedding(call: LayerCall, direction: Mapping[str, Tensor]) -> Tensor:
+def align_embedding(call: LayerCall, direction: Mapping[str, Tensor]) -> Dot:
     """Return ``sum_t <dout_it, g[id_it]>``: the lookup is linear in its table. Three options need care.
 
     The padding row receives no gradient. ``scale_grad_by_freq`` divides each row's gradient by its count in the batch.
@@ -205,7 +213,7 @@ def align_embedding(call: LayerCall, direction: Mapping[str, Tensor]) -> Tensor:
     example_dims=0,
     when=lambda layer: layer.mode != "max" and not layer.scale_grad_by_freq,
 )
-def align_embedding_bag(call: LayerCall, direction: Mapping[str, Tensor]) -> Tensor:
+def align_embedding_bag(call: LayerCall, direction: Mapping[str, Tensor]) -> Dot:
     """Return ``<dout_i, sum or mean of g over bag i>``; the bag leaves out its padding itself."""
     return call.dot(call.run(direction, max_norm=None))
 

@@ -16,18 +16,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from inloop.alignment import sizes
 from inloop.alignment.call import LayerCall, original_type
 from inloop.alignment.kept import ExampleGradients
+from inloop.alignment.sums import Dot
 
-AlignFunction = Callable[[LayerCall, Mapping[str, Tensor]], Tensor]
+AlignFunction = Callable[[LayerCall, Mapping[str, Tensor]], Tensor | Dot]
 
 
-def linear_in_parameters(call: LayerCall, direction: Mapping[str, Tensor]) -> Tensor:
+def linear_in_parameters(call: LayerCall, direction: Mapping[str, Tensor]) -> Dot:
     """Return ``<dout_i, f(x; g)_i>``."""
     return call.dot(call.run(direction))
 
 
-def affine_in_parameters(call: LayerCall, direction: Mapping[str, Tensor]) -> Tensor:
+def affine_in_parameters(call: LayerCall, direction: Mapping[str, Tensor]) -> Dot:
     """Return ``<dout_i, f(x; g)_i - f(x; 0)_i>``."""
     zero = {name: torch.zeros_like(value) for name, value in direction.items()}
     return call.dot(call.run(direction) - call.run(zero))
@@ -71,6 +73,8 @@ class PerExample:
             call: A call with its dout, or with its output in place of dout.
             fused: Whether forming them takes no extra time.
         """
+        if call.args and call.args[0].nbytes + call.dout.nbytes < sizes.SMALL_CALL:
+            return False
         plain = not (call.batch_axis or call.kwargs or call.autocast.enabled) and call.example_of_row is None
         if not plain or len(call.args) != 1 or call.dout.numel() == 0 or call.dout.dtype not in PRECISE:
             return False
@@ -116,7 +120,7 @@ class Rule:
     """How to align the calls of a type of layer.
 
     Attributes:
-        align: ``(call, direction) -> contributions_N``.
+        align: ``(call, direction) -> contributions_N``, or the product that ``call.dot`` returns.
         parameters: All parameters that the layer may own; with others the rule does not apply.
         example_dims: How many axes of the input belong to one example; an input without one more is not batched.
         when: A further condition on the layer.

@@ -8,7 +8,7 @@ N is the number of examples of the whole step, over all its micro-batches.
 
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -16,9 +16,11 @@ from torch import Tensor, nn
 
 from inloop.alignment.black_box import BeforeCall
 from inloop.alignment.call import LayerCall, Recorded
-from inloop.alignment.direction import Compute, Computed, Direction, in_parts, resolve_direction
+from inloop.alignment.direction import Compute, Computed, Direction, in_parts, resolve_direction, values_of
+from inloop.alignment.groups import Group, groups_of
 from inloop.alignment.kept import Halves, Kept
 from inloop.alignment.plan import Plan
+from inloop.alignment.sums import Sums
 from inloop.alignment.verify import refuse_unseen_uses, verify_calls
 from inloop.errors import BatchSizeError, OverwrittenTensorError, UnsupportedLayerError, UsageError
 from inloop.host import refuse_graph_capture, to_device
@@ -100,7 +102,8 @@ class Tape:
         self._halves = Halves() if retain == "half" else None
         self._waiting: list[Waiting] = []
         # Calls aligned ahead leave the list. Keep their contributions, and the gradients that they were aligned with.
-        self._sums: dict[int, Tensor] = {}
+        self._sums: dict[int, Sums] = {}
+        self._ready = Group()  # calls to align with the known direction
         self._sizes: dict[int, int] | None = None
         self._aligned_with: dict[str, tuple[int, int]] = {}
 
@@ -137,8 +140,12 @@ class Tape:
         complete: Kept = call.with_gradient(dout)
         if isinstance(complete, LayerCall):
             complete = self.form(complete, waiting.fused)
-        if self.known is None or complete.needs_backward or not self._align_at_once(complete):
+        if self.known is None or complete.needs_backward:
             self.write(complete if self._halves is None else complete.map(self._halves))
+        else:
+            self.accounted.update(complete.parameter_names.values())
+            if self._ready.add(complete, self.known):
+                self._align_ready()
         waiting.written = True
         waiting.call = None if self._one_pass else call
         return complete
@@ -198,6 +205,7 @@ class Tape:
 
     def close(self) -> None:
         """Record nothing more, also of backward passes still to come, and release the waiting calls."""
+        self._align_ready()
         self._is_open = False
         for waiting in self._waiting:
             waiting.call = None
@@ -210,6 +218,7 @@ class Tape:
     def release(self) -> None:
         """Free the memory; the tape is empty afterwards."""
         self.calls.clear()
+        self._ready.take()
         self._sums.clear()
         self._shapes.clear()
         self._aligned_with.clear()
@@ -262,13 +271,12 @@ class Tape:
         if unseen := (trainable & self.reached.keys()) - self.accounted - plan.used_elsewhere:
             refuse_unseen_uses(unseen)
         sizes = {batch: size for batch, size in self.batch_sizes().items() if only_batch in (None, batch)}
-        totals = {batch: sums for batch, sums in self._sums.items() if batch in sizes}
+        sums = {batch: each.copy() for batch, each in self._sums.items() if batch in sizes}
         calls = [call for call in self.calls if call.batch in sizes]
         for some in in_parts(resolved, plan):
-            for call in calls:
-                local = {name: some.get(canonical) for name, canonical in call.parameter_names.items()}
-                if any([value is not None for value in local.values()]):
-                    self._add(totals, call, local)
+            for group in groups_of(calls, some):
+                self._add(sums, group, some)
+        totals = {batch: each.total() for batch, each in sums.items()}
         if len(sizes) == 1 and len(totals) == 1:
             return next(iter(totals.values()))
         device = next(iter(totals.values())).device if totals else self.calls[0].device
@@ -279,12 +287,39 @@ class Tape:
             ]
         )
 
-    def _add(self, totals: dict[int, Tensor], call: Kept, direction: Mapping[str, Tensor | None]) -> None:
-        """Add a call's contributions, of the rewarded examples, to those of its micro-batch."""
-        aligned = call.align(direction)
-        if call.batch in self.part and len(aligned) == call.num_recorded:
-            aligned = aligned[self._rows_on(call.batch, aligned.device)]
-        totals[call.batch] = totals[call.batch] + aligned if call.batch in totals else aligned
+    @torch.no_grad()
+    def _add(
+        self, sums: dict[int, Sums], calls: Sequence[Kept], direction: Direction, may_fail: bool = False
+    ) -> list[Kept]:
+        """Add calls' contributions, of the rewarded examples, to those of their micro-batches.
+
+        Args:
+            may_fail: Leave out calls of which a tensor has changed since.
+
+        Returns:
+            The calls that were added.
+        """
+        along = values_of(direction, dict.fromkeys(name for call in calls for name in call.parameter_names.values()))
+        added = []
+        for call in calls:
+            local = {name: along.get(canonical) for name, canonical in call.parameter_names.items()}
+            if all([value is None for value in local.values()]):
+                continue
+            into = sums.setdefault(call.batch, Sums())
+            try:
+                if call.batch in self.part and call.num_examples == call.num_recorded:
+                    aligned = call.align(local)
+                    into.add(aligned[self._rows_on(call.batch, aligned.device)])
+                else:
+                    call.add_to(into, local)
+            except OverwrittenTensorError:
+                if not may_fail:
+                    raise
+            else:
+                added.append(call)
+        for into in sums.values():
+            into.flush()
+        return added
 
     def batch_sizes(self) -> dict[int, int]:
         """Return the number of examples of each micro-batch, in order."""
@@ -323,36 +358,43 @@ class Tape:
 
     # ---------------------------------------------------------------- aligning ahead (early.py says when)
 
-    def align_early(self, call: Kept, gradients: Direction, compute: Compute | None = None) -> None:
-        """Align one call with final gradients, changed by ``compute`` if given, and release it."""
+    def align_early(self, calls: Sequence[Kept], gradients: Direction, compute: Compute | None = None) -> None:
+        """Align calls with final gradients, changed by ``compute`` if given, and release them.
+
+        Calls of which a tensor has changed stay: that is an error when the tape is aligned, outside of the user's backward pass.
+        """
         self.batch_sizes()
         direction = gradients if compute is None else Computed(gradients, compute)
-        self._add(self._sums, call, {local: direction[name] for local, name in call.parameter_names.items()})
-        self.calls.remove(call)
-        for name in call.parameter_names.values():
+        aligned = {id(call) for call in self._add(self._sums, calls, direction, may_fail=True)}
+        self.calls = [call for call in self.calls if id(call) not in aligned]
+        for name in dict.fromkeys(name for call in calls for name in call.parameter_names.values()):
             gradient = gradients[name]
             assert gradient is not None
             # Its address and version reveal a second backward pass or a change in place.
             self._aligned_with[name] = gradient.data_ptr(), gradient._version
 
-    def _align_at_once(self, call: Kept) -> bool:
-        """Align a call with the known direction and keep only its shapes. Return whether this was possible."""
-        known, others = self.known, self._sums.get(call.batch)
-        assert known is not None
-        if others is not None and len(others) != len(self.part.get(call.batch, range(call.num_recorded))):
-            return False  # refused with the other calls, outside of the user's backward pass
-        try:
-            self._add(self._sums, call, {local: known[name] for local, name in call.parameter_names.items()})
-        except OverwrittenTensorError:
-            return False  # raised again when the tape is aligned, outside of the user's backward pass
-        self.accounted.update(call.parameter_names.values())
-        self._shapes.append(call.map(_without_values))
-        return True
+    def _align_ready(self) -> None:
+        """Align calls with the known direction, and keep only their shapes.
+
+        Those that cannot be aligned are kept whole: they are refused when the tape is aligned, outside of the user's backward pass.
+        """
+        calls = self._ready.take()
+        if not calls:
+            return
+        assert self.known is not None
+        sizes = {call.batch: call.num_recorded for call in reversed(self._shapes + calls)}
+        fitting = [call for call in calls if call.num_recorded == sizes[call.batch]]
+        aligned = {id(call) for call in self._add(self._sums, fitting, self.known, may_fail=True)}
+        for call in calls:
+            if id(call) in aligned:
+                self._shapes.append(call.map(_without_values))
+            else:
+                self.calls.append(call)
 
     def is_zero(self) -> bool:
         """Whether no example contributes along the direction of all ones (with calls aligned at once: along theirs)."""
         if self._shapes:
-            return not any(bool(total.any()) for total in self._sums.values())
+            return not any(bool(sums.total().any()) for sums in self._sums.values())
         if not self.calls:
             return False
         shapes = {name: self.plan.shapes[name] for name in self.plan.trainable()}

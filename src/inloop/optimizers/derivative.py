@@ -1,7 +1,7 @@
 """``Pᵀ g`` for the steps of a model's optimizers, by the names of its parameters."""
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -10,8 +10,12 @@ from torch.utils.hooks import RemovableHandle
 
 from inloop.errors import UsageError
 from inloop.hooks import Hook, remove_all
-from inloop.optimizers.registry import Group, derivative_of
+from inloop.optimizers.counts import StepCounts
+from inloop.optimizers.registry import Group, State, derivative_of, of_many
 
+_NOT_SEEN = {"gradient": None, "is_new": False}
+
+Directions = Mapping[str, Tensor | None]
 SecondMoment = Literal["fixed", "moving"]
 
 
@@ -40,9 +44,9 @@ class StepDerivative:
         self._groups: dict[int, tuple[int, int]] = {}  # by the id of a parameter: the numbers of optimizer and group
         self._steps = [0] * len(self.optimizers)
         self.mark()
-        # By the id of a parameter: the settings of its group in the last step, and its gradient as the optimizer saw it.
-        self._settings: dict[int, dict[str, Any]] = {}
-        self._gradients: dict[int, Tensor] = {}
+        self._settings: dict[tuple[int, int], dict[str, Any]] = {}  # of a group in the last step
+        self._gradients: dict[int, Tensor] = {}  # by the id of a parameter, as the optimizer saw them
+        self._counts = StepCounts()
         self._is_new: set[int] = set()  # parameters whose last step was their first
         self._handles: list[RemovableHandle] = []
         weakref.finalize(self, remove_all, self._handles)
@@ -74,30 +78,62 @@ class StepDerivative:
         """Whether an optimizer has stepped since the last mark."""
         return self._steps != self._marked
 
-    def of_last_step(self, name: str, direction: Tensor) -> Tensor | None:
-        """Return ``Pᵀ direction`` for a parameter and the step since the last mark; None if there was no step."""
-        parameter = self._parameters[name]
-        number, group = self._group_of(name, parameter)
-        if self._steps[number] == self._marked[number]:
-            return None
-        seen = {"gradient": self._gradients.get(id(parameter)), "is_new": id(parameter) in self._is_new}
-        state = {**self.optimizers[number].state.get(parameter, {}), **seen}
-        return self._derivatives[number](direction, state, self._settings.get(id(parameter), group))
+    def of_last_step(self, directions: Mapping[str, Tensor]) -> Directions:
+        """Return ``Pᵀ direction`` for parameters, by name, and the step since the last mark; None if there was no step."""
+        results: dict[str, Tensor | None] = dict.fromkeys(directions)
+        groups: dict[tuple[int, int], list[str]] = {}
+        for name in directions:
+            parameter = self._parameters[name]
+            number, index = self._place_of(name, parameter)
+            if self._steps[number] != self._marked[number]:
+                groups.setdefault((number, index), []).append(name)
+        for (number, index), names in groups.items():
+            group = self._settings.get((number, index), self.optimizers[number].param_groups[index])
+            states = [self._state(number, name, is_over=True) for name in names]
+            results.update(self._apply(number, names, directions, states, group))
+        return results
 
-    def of_next_step(self, name: str, direction: Tensor) -> Tensor | None:
+    def of_next_step(self, directions: Mapping[str, Tensor]) -> Directions:
         """Return ``Pᵀ direction`` with the optimizer's present state, an estimate for its next step.
 
         Before any step it is the direction itself.
         """
-        parameter = self._parameters[name]
-        number, group = self._group_of(name, parameter)
-        if not self.optimizers[number].state and not self._steps[number]:
-            return direction
-        state = {**self.optimizers[number].state.get(parameter, {}), "gradient": None, "is_new": False}
-        return self._derivatives[number](direction, state, group)
+        results: dict[str, Tensor | None] = dict(directions)
+        groups: dict[tuple[int, int], list[str]] = {}
+        for name in directions:
+            number, index = self._place_of(name, self._parameters[name])
+            if self.optimizers[number].state or self._steps[number]:
+                groups.setdefault((number, index), []).append(name)
+        for (number, index), names in groups.items():
+            states = [self._state(number, name, is_over=False) for name in names]
+            group = self.optimizers[number].param_groups[index]
+            results.update(self._apply(number, names, directions, states, group))
+        return results
 
-    def _group_of(self, name: str, parameter: Tensor) -> tuple[int, dict[str, Any]]:
-        """The number of the optimizer that holds a parameter, and its group."""
+    def refuse_unknown(self, names: Iterable[str]) -> None:
+        """Raise if no optimizer holds a parameter."""
+        for name in names:
+            self._place_of(name, self._parameters[name])
+
+    def _state(self, number: int, name: str, is_over: bool) -> dict[str, Any]:
+        """The optimizer's state for a parameter and, if its step is over, what was kept of that step."""
+        parameter = self._parameters[name]
+        key = id(parameter)
+        seen = {"gradient": self._gradients.get(key), "is_new": key in self._is_new} if is_over else _NOT_SEEN
+        return {**self.optimizers[number].state.get(parameter, {}), **seen, "counted_as": self._counts.get(parameter)}
+
+    def _apply(
+        self, number: int, names: Sequence[str], directions: Mapping[str, Tensor], states: Sequence[State], group: Group
+    ) -> Directions:
+        """``Pᵀ direction`` for parameters of one group: together if the optimizer's derivative allows it, else one by one."""
+        derivative, wanted = self._derivatives[number], [directions[name] for name in names]
+        together = of_many(derivative, wanted, states, group)
+        if together is not None:
+            return dict(zip(names, together, strict=True))
+        return {n: derivative(directions[n], state, group) for n, state in zip(names, states, strict=True)}
+
+    def _place_of(self, name: str, parameter: Tensor) -> tuple[int, int]:
+        """The numbers of the optimizer that holds a parameter, and of its group."""
         if id(parameter) not in self._groups:
             self._groups = {
                 id(held): (number, index)
@@ -110,8 +146,7 @@ class StepDerivative:
                 f"Parameter '{name}' has a gradient, but no optimizer of the learner holds it. Fix: add it to the optimizer "
                 "(add_param_group), or freeze it with requires_grad_(False)."
             )
-        number, index = self._groups[id(parameter)]
-        return number, self.optimizers[number].param_groups[index]
+        return self._groups[id(parameter)]
 
     def _before(self, number: int) -> None:
         """Keep the values that the step will change and the derivative needs."""
@@ -126,13 +161,13 @@ class StepDerivative:
     def _after(self, number: int) -> None:
         """Keep the settings of the step: schedulers change them afterwards."""
         self._steps[number] += 1
-        for group in self.optimizers[number].param_groups:
-            settings = {
+        self._counts.add_step(self.optimizers[number])
+        for index, group in enumerate(self.optimizers[number].param_groups):
+            self._settings[number, index] = {
                 name: value.detach().clone() if isinstance(value, Tensor) else value
                 for name, value in group.items()
                 if name != "params"
             }
-            self._settings.update({id(parameter): settings for parameter in group["params"]})
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": list(self._steps)}

@@ -1,7 +1,7 @@
 """How the update of an optimizer depends on the gradient, by the optimizer's class."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +15,11 @@ Group = Mapping[str, Any]
 # (direction, state of the parameter after the step, settings of its group in the step) -> Pᵀ direction; None for zero
 Derivative = Callable[[Tensor, State, Group], Tensor | None]
 
+# The same for several parameters of one group, with few kernels; None if these must be done one by one
+ManyDerivatives = Callable[[Sequence[Tensor], Sequence[State], Group], Sequence[Tensor] | None]
+
 _REGISTERED: dict[type[Optimizer], Derivative] = {}
+_MANY: dict[Derivative, ManyDerivatives] = {}
 
 
 def register_derivative(optimizer: type[Optimizer]) -> Callable[[Derivative], Derivative]:
@@ -39,6 +43,19 @@ def register_derivative(optimizer: type[Optimizer]) -> Callable[[Derivative], De
         return derivative
 
     return register
+
+
+def register_many(derivative: Derivative, many: ManyDerivatives) -> None:
+    """Register how to compute a derivative for many parameters at once."""
+    _MANY[derivative] = many
+
+
+def of_many(
+    derivative: Derivative, directions: Sequence[Tensor], states: Sequence[State], group: Group
+) -> Sequence[Tensor] | None:
+    """Compute a derivative for many parameters at once; None if that is not possible."""
+    many = _MANY.get(derivative)
+    return None if many is None else many(directions, states, group)
 
 
 def derivative_of(optimizer: Optimizer) -> Derivative:

@@ -1,7 +1,7 @@
 """The derivatives of torch's optimizers, each the diagonal of P."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -13,13 +13,18 @@ from torch.optim.adamax import Adamax
 from torch.optim.adamw import AdamW
 from torch.optim.sgd import SGD
 
-from inloop.optimizers.registry import Group, State, register_derivative
+from inloop.optimizers.registry import Group, ManyDerivatives, State, register_derivative, register_many
 
 
 def _diagonal(
     *optimizers: type[Optimizer],
+    many: ManyDerivatives | None = None,
 ) -> Callable[[Callable[[State, Group], Tensor | float | None]], Callable[[State, Group], Tensor | float | None]]:
-    """Register a function that returns the diagonal of P for ``maximize=False`` (None: the parameter never stepped)."""
+    """Register a function that returns the diagonal of P for ``maximize=False`` (None: the parameter never stepped).
+
+    Args:
+        many: Computes Pᵀ g for many parameters at once.
+    """
 
     def register(
         diagonal: Callable[[State, Group], Tensor | float | None],
@@ -32,6 +37,8 @@ def _diagonal(
 
         for optimizer in optimizers:
             register_derivative(optimizer)(derivative)
+        if many is not None:
+            register_many(derivative, many)
         return diagonal
 
     return register
@@ -49,8 +56,15 @@ def _slope_of_root(gradient: Tensor, root: Tensor, factor: Any) -> Tensor:
     return slope
 
 
-@_diagonal(SGD)
-def _sgd(state: State, group: Group) -> Tensor | float:
+def _many_of_sgd(directions: Sequence[Tensor], states: Sequence[State], group: Group) -> Sequence[Tensor] | None:
+    factors = {_factor_of_sgd(state, group) for state in states}
+    if len(factors) > 1:
+        return None
+    factor = factors.pop()
+    return torch._foreach_mul(list(directions), -factor if group.get("maximize") else factor)
+
+
+def _factor_of_sgd(state: State, group: Group) -> float:
     momentum = group["momentum"]
     if not momentum:
         return cast(float, group["lr"])
@@ -59,7 +73,34 @@ def _sgd(state: State, group: Group) -> Tensor | float:
     return cast(float, group["lr"] * (1 if state["is_new"] else 1 - group["dampening"]))
 
 
-@_diagonal(Adam, AdamW)
+_diagonal(SGD, many=_many_of_sgd)(_factor_of_sgd)
+
+
+def _many_of_adam(directions: Sequence[Tensor], states: Sequence[State], group: Group) -> Sequence[Tensor] | None:
+    """With v fixed, for parameters that have done equally many steps: four operations on all of them."""
+    if any("exp_avg_sq" not in state or state["gradient"] is not None for state in states):
+        return None
+    counts = {_comparable_count(state) for state in states}
+    if len(counts) > 1 or None in counts:
+        return None
+    (beta1, beta2), t = group["betas"], _count(states[0])
+    first, second = 1 - beta1**t, 1 - beta2**t
+    moment = "max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"
+    denominators = torch._foreach_sqrt([state[moment] for state in states])
+    torch._foreach_add_(denominators, group["eps"] * second**0.5)
+    products = torch._foreach_div(list(directions), denominators)
+    factor = group["lr"] * (1 - beta1) * second**0.5 / first
+    torch._foreach_mul_(products, -factor if group.get("maximize") else factor)
+    return products
+
+
+def _comparable_count(state: State) -> object:
+    """Return the number of steps or, on a device, a key that is equal if it is; None if that is not known."""
+    step = state["step"]
+    return state["counted_as"] if isinstance(step, Tensor) and step.device.type != "cpu" else float(step)
+
+
+@_diagonal(Adam, AdamW, many=_many_of_adam)
 def _adam(state: State, group: Group) -> Tensor | None:
     """``c / (√v + ε √second)``, c = lr (1 - β1) √second / first: with v fixed, four operations on a parameter."""
     if "exp_avg_sq" not in state:

@@ -13,6 +13,7 @@ does not tell hard examples from wrong ones, and favours useless ones that are l
 """
 
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -78,8 +79,13 @@ class Trail(Reference):
         if not self._has_moved:
             return None
         names: Direction = {name: parameters.get(name) for name, _ in self._named()}
-        self._known = Computed(names, lambda name, parameter: self._averages[name] - parameter)
+        self._known = Computed(names, self._displacements)
         return self._known
+
+    def _displacements(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+        averages = [self._averages[name] for name in parameters]
+        precise = [p.to(m.dtype) for p, m in zip(parameters.values(), averages, strict=True)]
+        return dict(zip(parameters, torch._foreach_sub(averages, precise), strict=True))
 
     def match(self, current: Step, now: Judge) -> tuple[Step | None, Judge]:
         known, self._known = self._known, None
@@ -87,9 +93,11 @@ class Trail(Reference):
 
     @torch.no_grad()
     def end_step(self) -> None:
-        for name, parameter in self._parameters().items():
-            average = self._averages.setdefault(name, _precise(parameter))
-            average.lerp_(parameter.to(average.dtype), 1 - self.decay)
+        parameters = self._parameters()
+        averages = [self._averages.setdefault(name, _precise(parameter)) for name, parameter in parameters.items()]
+        precise = [p.to(m.dtype) for p, m in zip(parameters.values(), averages, strict=True)]
+        if averages:
+            torch._foreach_lerp_(averages, precise, 1 - self.decay)
 
     def detach(self) -> None:
         super().detach()
