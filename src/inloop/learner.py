@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -110,7 +111,7 @@ class InLoop:
         self.update = as_update(update, policy, self.reward)
         self.num_steps = 0
         self._sampler = Sampler(policy, on_cpu(generator) if generator else default_generator("sampling of actions"))
-        self._reporter = Reporter(policy, self.reference.is_training_data and not isinstance(self.update, NoUpdate))
+        self._reporter = Reporter(self.reference.is_training_data and not isinstance(self.update, NoUpdate))
         self.statistics = statistics_for(policy, self.reference)
         self._rewarded_since_saved = True
         self._num_pauses = 0
@@ -211,7 +212,7 @@ class InLoop:
         if self.reference.waiting is current:
             current.own_parameters()  # before the optimizer changes them; those of step t-1 are released by now
         self._judging.end_step()
-        report = self._reporter.report(self.num_steps, lag, **results)
+        report = self._reporter.report(self.num_steps, lag, self._sampler.probabilities(), **results)
         if self.statistics is not None:
             self.statistics.add(report)
         return report
@@ -233,14 +234,17 @@ class InLoop:
         for step in (current, rewarded):
             if step is not None:
                 step.release()
-        return self._reporter.report(self.num_steps, self._lag(current.draws), dropped=problem)
+        lag = self._lag(current.draws)
+        return self._reporter.report(self.num_steps, lag, self._sampler.probabilities(), dropped=problem)
 
     def _reward(self, step: Step, rewards_N: Tensor) -> dict[str, Any]:
         """Move the policy by the rewards r_i = <∇l_i(θ_{t-1}), g_t> and release the step. Return the fields of the report."""
         step.release()
         self._rewarded_since_saved = True
-        if not bool(rewards_N.isfinite().all()):
+        values_N = rewards_N.numpy().astype(np.float64)
+        if not np.isfinite(values_N).all():
             return {"dropped": "a reward is not finite"}
+        rewards_N = torch.from_numpy(values_N)
         updated = self.update.add(step.draws, rewards_N)  # φ_{t+1} <- φ_t
         return {"updated": updated, **summarise_rewards(self.policy, step.draws, rewards_N)}
 

@@ -65,13 +65,20 @@ class Reporter:
             may deserve it, nor if nobody moves the policy.
     """
 
-    def __init__(self, policy: Policy, may_collapse: bool) -> None:
+    def __init__(self, may_collapse: bool) -> None:
         self.num_dropped = 0
-        self._policy, self._may_collapse = policy, may_collapse
+        self._may_collapse = may_collapse
         self._was_collapsing = False
         self._dropped_in_a_row = 0
 
-    def report(self, step: int, lag: int, dropped: str | None = None, **rewards: Any) -> StepReport:
+    def report(
+        self,
+        step: int,
+        lag: int,
+        probabilities: Tensor | Mapping[str, object],
+        dropped: str | None = None,
+        **rewards: Any,
+    ) -> StepReport:
         """The report of a step; ``rewards`` are its fields about rewards, if a step was rewarded."""
         self._dropped_in_a_row = 0 if dropped is None else self._dropped_in_a_row + 1
         if dropped is not None:
@@ -80,7 +87,6 @@ class Reporter:
                 log.warning(
                     "inloop: step %d: %s; dropped (%d so far), the policy stays", step, dropped, self.num_dropped
                 )
-        probabilities = self._policy.probabilities()
         report = StepReport(step, lag, dropped, self.num_dropped, probabilities, **rewards)
         collapsing = self._may_collapse and report.collapsing
         if collapsing and not self._was_collapsing:
@@ -122,9 +128,10 @@ def describe_collapse(probabilities: Sequence[float]) -> str:
 
 def summarise_rewards(policy: Policy, draws: Sequence[Draw], rewards_N: Tensor) -> dict[str, Any]:
     """The reward fields of a report, over the examples of all processes."""
+    values_N = rewards_N.numpy()
     return {
-        "reward_mean": float(rewards_N.mean()),
-        "reward_std": float(rewards_N.std()) if len(rewards_N) > 1 else 0.0,
+        "reward_mean": float(values_N.mean()),
+        "reward_std": float(values_N.std(ddof=1)) if len(values_N) > 1 else 0.0,
         "rewards": policy.summarise(
             draws[0].rewarded if len(draws) == 1 else concatenate([draw.rewarded for draw in draws]), rewards_N
         ),

@@ -2,7 +2,7 @@
 
 import copy
 import numbers
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,8 @@ class Sampler:
         self.generator = generator
         self.announced: list[Draw] = []
         self._copy: Policy | None = None
+        self._value: tuple[bytes, ...] = ()  # of the policy that was copied
+        self._probabilities: Tensor | Mapping[str, object] | None = None  # of the copy
         self._num_processes = 1  # the processes that draw together
 
     def draw(self, n: int, version: int, plain: bool) -> Draw:
@@ -94,12 +96,20 @@ class Sampler:
 
     def _copy_of_policy(self) -> Policy:
         """The policy as it is now; draws share one copy until it changes."""
-        if self._copy is None or not _are_equal(self._copy, self.policy):
-            self._copy = copy.deepcopy(self.policy)
+        value = _value_of(self.policy)
+        if self._copy is None or self._value != value:
+            self._copy, self._value, self._probabilities = copy.deepcopy(self.policy), value, None
         return self._copy
 
+    def probabilities(self) -> Tensor | Mapping[str, object]:
+        """The policy's present distribution, computed once until it changes."""
+        policy = self._copy_of_policy()
+        if self._probabilities is None:
+            self._probabilities = policy.probabilities()
+        return self._probabilities
 
-def _are_equal(first: Policy, second: Policy) -> bool:
-    """By value: a policy may be changed by anybody, and fused optimizers do not raise the versions of tensors."""
-    pairs = zip(first.state_dict().values(), second.state_dict().values(), strict=True)
-    return all([torch.equal(one, other) for one, other in pairs])
+
+def _value_of(policy: Policy) -> tuple[bytes, ...]:
+    """The values of all tensors of a policy: it may be changed by anybody, and fused optimizers do not raise the versions of tensors."""
+    tensors = (*policy.parameters(), *policy.buffers())
+    return tuple([tensor.detach().flatten().view(torch.uint8).numpy().tobytes() for tensor in tensors])

@@ -21,7 +21,7 @@ def draws_of(n):
 
 
 def losses_and_excess(logits, labels):
-    losses, expected = losses_and_expected(logits, labels).float()
+    losses, expected = (values_N.float() for values_N in losses_and_expected(logits, labels))
     return losses, losses - expected
 
 
@@ -58,7 +58,8 @@ def test_large_logits_are_taken_in_parts(monkeypatch, shape):
     whole = told_by(None, f, y, draws_of(7))
     monkeypatch.setattr(excess, "_MOST_NUMBERS", 2 * shape[-1])
     parts = told_by(None, f, y, draws_of(7))
-    torch.testing.assert_close(parts.excess_N, whole.excess_N)
+    torch.testing.assert_close(parts.own_N, whole.own_N)
+    torch.testing.assert_close(parts.expected_N, whole.expected_N)
     torch.testing.assert_close(parts.losses_N, whole.losses_N)
     assert (parts.labels_N is None) == (len(shape) == 3)
 
@@ -88,6 +89,10 @@ def test_what_cannot_be_logits_and_labels_is_refused(logits, labels, error, says
         told_by(None, logits, labels, draws_of(2))
 
 
+def compared_by(means, values, labels, source):
+    return torch.from_numpy(means.compare(values, labels, source))
+
+
 class Sources:
     """Statistics of sources of six classes, told the logits and labels of many examples; ``add`` draws some for a source."""
 
@@ -110,7 +115,7 @@ class Sources:
                 y = torch.where(is_wrong, torch.randint(6, y.shape, generator=self.generator), y)
                 f = 3 * f if k in overconfident else f
                 losses, expected = losses_and_expected(f, y)
-                self.statistics.signs.add(torch.full(y.shape, k), Told(losses, expected, losses - expected, y))
+                self.statistics.signs.add(torch.full(y.shape, k), Told(losses, losses, expected, y))
         return self
 
     @property
@@ -178,7 +183,7 @@ def test_values_are_compared_with_the_mean_of_their_label():
     torch.manual_seed(0)
     labels, source, values = torch.randint(3, (150,)), torch.randint(2, (150,)), torch.randn(150)
     values += labels
-    compared = LabelMeans(2).compare(values, labels, source)
+    compared = compared_by(LabelMeans(2), values, labels, source)
     for y in range(3):
         of_y = labels == y
         centred = values[of_y].double() - values[of_y].double().mean()
@@ -192,18 +197,18 @@ def test_the_mean_of_a_label_follows_its_recent_examples():
     means = LabelMeans(2)
     label, source = torch.zeros(10, dtype=torch.long), torch.arange(10) % 2
     for value in [0.0] * 200 + [1.0] * int(MEMORY):
-        compared = means.compare(torch.full((10,), value), label, source)
+        compared = compared_by(means, torch.full((10,), value), label, source)
     torch.testing.assert_close(compared, torch.zeros(10).double(), atol=1e-3, rtol=0)
 
 
 def test_new_labels_and_missing_ones():
     means = LabelMeans(2)
-    means.compare(torch.zeros(2), torch.tensor([0, 0]), torch.tensor([0, 1]))
-    found = means.compare(
-        torch.tensor([1.0, 3.0, 5.0, torch.nan]), torch.tensor([7, 7, -1, 7]), torch.tensor([0, 1, 0, 1])
+    compared_by(means, torch.zeros(2), torch.tensor([0, 0]), torch.tensor([0, 1]))
+    found = compared_by(
+        means, torch.tensor([1.0, 3.0, 5.0, torch.nan]), torch.tensor([7, 7, -1, 7]), torch.tensor([0, 1, 0, 1])
     )
     torch.testing.assert_close(found, torch.tensor([-1.0, 1.0, torch.nan, torch.nan]).double(), equal_nan=True)
-    assert means.compare(torch.zeros(0), torch.zeros(0).long(), torch.zeros(0).long()).shape == (0,)
+    assert compared_by(means, torch.zeros(0), torch.zeros(0).long(), torch.zeros(0).long()).shape == (0,)
 
 
 class Loop:
@@ -344,7 +349,7 @@ def test_a_source_with_a_class_of_its_own_is_not_accused_beside_a_wrong_one():
         source = torch.arange(4).repeat_interleave(50)
         y = torch.where(source == 3, 9, torch.randint(9, source.shape))
         excess_N = torch.where(source == 0, 2.0, -0.3) + torch.where(source == 3, 0.5, 0.0) + 0.1 * torch.randn(200)
-        signs.add(source, Told(1 + excess_N, torch.ones(200), excess_N, y))
+        signs.add(source, Told(1 + excess_N, 1 + excess_N, torch.ones(200), y))
     assert signs.surprising().tolist() == [True, False, False, False]
 
 

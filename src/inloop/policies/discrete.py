@@ -71,11 +71,13 @@ class Discrete(Policy):
         if not isinstance(actions, Tensor) or actions.dim() != 1 or actions.is_floating_point():
             got = f"a tensor of shape {tuple(actions.shape)}" if isinstance(actions, Tensor) else type(actions).__name__
             raise UsageError(f"Actions of {type(self).__name__} are a tensor of integers, one an example; got {got}.")
-        if len(actions) and not 0 <= int(actions.min()) <= int(actions.max()) < self.num_choices:
-            raise UsageError(
-                f"Actions range from {int(actions.min())} to {int(actions.max())}; {type(self).__name__} has the choices 0 to "
-                f"{self.num_choices - 1}."
-            )
+        if len(actions):
+            values = actions.detach().cpu().numpy()
+            low, high = int(values.min()), int(values.max())
+            if not 0 <= low <= high < self.num_choices:
+                raise UsageError(
+                    f"Actions range from {low} to {high}; {type(self).__name__} has the choices 0 to {self.num_choices - 1}."
+                )
         return actions.long()
 
     def _refuse_missing_condition(self) -> None:

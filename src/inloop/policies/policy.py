@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -54,10 +55,10 @@ class Policy(nn.Module, ABC):
 
 def summarise_by_choice(choice_N: Tensor, num_choices: int, rewards_N: Tensor) -> RewardSummary:
     """Count, mean and unbiased standard deviation of the rewards of each choice."""
-    choice_N, rewards_N = choice_N.to(rewards_N.device), rewards_N.double()
-    zeros_K = torch.zeros(num_choices, dtype=rewards_N.dtype, device=rewards_N.device)
-    count_K = zeros_K.index_add(0, choice_N, torch.ones_like(rewards_N))
-    mean_K = zeros_K.index_add(0, choice_N, rewards_N) / count_K
-    squares_K = zeros_K.index_add(0, choice_N, (rewards_N - mean_K[choice_N]).square())
-    variance_K = torch.where(count_K > 1, squares_K / (count_K - 1), torch.nan)
-    return RewardSummary(count_K.long(), mean_K, variance_K.sqrt())
+    chosen_N, values_N = choice_N.cpu().numpy(), rewards_N.detach().double().cpu().numpy()
+    count_K = np.bincount(chosen_N, minlength=num_choices)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean_K = np.bincount(chosen_N, values_N, minlength=num_choices) / count_K
+        squares_K = np.bincount(chosen_N, (values_N - mean_K[chosen_N]) ** 2, minlength=num_choices)
+        std_K = np.where(count_K > 1, np.sqrt(squares_K / (count_K - 1)), np.nan)
+    return RewardSummary(*map(torch.from_numpy, (count_K, mean_K, std_K)))

@@ -33,6 +33,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -64,8 +65,9 @@ class Evidence:
 
     def add(self, x_J: Tensor, y_J: Tensor) -> None:
         """Add the sums of one step."""
-        self.sums += torch.stack([x_J, y_J, x_J**2, x_J * y_J, y_J**2])
-        self.sums *= (self._memory / self.sums[1].clamp_min(1e-12)).clamp_max(1.0)
+        x, y, sums = x_J.numpy(), y_J.numpy(), self.sums.numpy()
+        sums += (x, y, x * x, x * y, y * y)
+        sums *= np.minimum(self._memory / np.maximum(sums[1], 1e-12), 1.0)
 
     def estimate(self) -> tuple[Tensor, Tensor]:
         """Return the ratio and its standard error, [J] each; the error is infinite without enough evidence."""
@@ -138,7 +140,7 @@ class Anchored(Update):
     def add(self, draws: Sequence[Draw], rewards_N: Tensor) -> bool:
         rewards_N = rewards_N.detach().to("cpu", torch.float64)
         weights_N = normalise(rewards_N)
-        if bool(weights_N.any()):  # equal rewards are no evidence
+        if weights_N.numpy().any():  # equal rewards are no evidence
             parts = zip(draws, weights_N.split([sum(draw.rewarded_counts) for draw in draws]), strict=True)
             sums_2J = [self._sums(draw, weights_n) for draw, weights_n in parts]
             self._evidence.add(*(sums_2J[0] if len(sums_2J) == 1 else torch.stack(sums_2J).sum(dim=0)))
@@ -155,11 +157,12 @@ class Anchored(Update):
         if policy not in self._scores:
             scores_KJ = scores(policy, torch.arange(policy.num_choices))
             self._scores[policy] = scores_KJ, scores_KJ.square()
-        choice_N = policy.check(actions)
-        drawn_K, place_N, number_K = choice_N.unique(return_inverse=True, return_counts=True)
-        weight_K = torch.bincount(place_N, weights_N, minlength=len(drawn_K))
-        each_KJ, square_KJ = self._scores[policy]
-        return torch.stack([weight_K @ each_KJ[drawn_K], number_K.double() @ square_KJ[drawn_K]])
+        choice_N = policy.check(actions).numpy()
+        number_K = np.bincount(choice_N, minlength=policy.num_choices)
+        weight_K = np.bincount(choice_N, weights_N.numpy(), minlength=policy.num_choices)
+        drawn = number_K > 0  # the score of a choice with probability zero is no number
+        each_KJ, square_KJ = (table_KJ.numpy()[drawn] for table_KJ in self._scores[policy])
+        return torch.from_numpy(np.stack([weight_K[drawn] @ each_KJ, number_K[drawn] @ square_KJ]))
 
     def _move(self) -> bool:
         """Set the policy to its prior, shifted by the evidence. Return whether that changed it."""

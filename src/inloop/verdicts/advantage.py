@@ -14,12 +14,15 @@ It is narrowest, for its α, at about ``BEST_AT`` steps. α is divided by the nu
 """
 
 import math
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from inloop.verdicts.sums import SourceSums
 
+Array = np.ndarray[Any, Any]
 LEAST_STEPS = 20  # with fewer the error itself is too uncertain, and there is no interval
 BEST_AT = 100
 
@@ -35,11 +38,12 @@ class Advantages(SourceSums):
         """Add the rewards of one step. Steps with equal rewards do not count."""
         if not std > 0:
             return
-        n_K = count_K.double().cpu()
-        d_K = advantage(n_K, mean_K.double().cpu(), std)
-        n_K = torch.where(d_K.isnan(), 0.0, n_K)
-        d_K = d_K.nan_to_num(0.0)
-        self._sums += torch.stack([n_K, n_K * d_K, n_K**2, n_K**2 * d_K, n_K**2 * d_K**2])
+        n_K = np.asarray(count_K.cpu(), dtype=np.float64)
+        d_K = advantage(n_K, np.asarray(mean_K.cpu(), dtype=np.float64), std)
+        known_K = ~np.isnan(d_K)
+        n_K, d_K = n_K[known_K], d_K[known_K]
+        square_K = n_K * n_K
+        self._array[:, known_K] += (n_K, n_K * d_K, square_K, square_K * d_K, square_K * d_K * d_K)
 
     @property
     def examples_K(self) -> Tensor:
@@ -80,8 +84,10 @@ def width(steps: float, alpha: float) -> float:
     return math.sqrt((1 + 1 / (steps * rho)) * (log_alpha + math.log(1 + steps * rho)))
 
 
-def advantage(n_K: Tensor, mean_K: Tensor, std: float) -> Tensor:
+def advantage(n_K: Array, mean_K: Array, std: float) -> Array:
     """``(mean of k - mean of the others) / std``; nan for a source without examples, or with all of them."""
-    sums_K = n_K * mean_K.nan_to_num(0.0)
-    others_K = (sums_K.sum() - sums_K) / (n_K.sum() - n_K)
-    return (mean_K - others_K) / std
+    sums_K = np.where(n_K > 0, n_K * mean_K, 0.0)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        others_K = (sums_K.sum() - sums_K) / (n_K.sum() - n_K)
+        result: Array = (mean_K - others_K) / std
+        return result

@@ -28,14 +28,14 @@ class Told:
 
     Attributes:
         losses_N: The losses.
-        expected_N: The losses that the model expects.
-        excess_N: The excess of its cross-entropy over them.
+        own_N: The cross-entropies of the model's predictions.
+        expected_N: The losses that the model expects; the excess is the difference of the two.
         labels_N: The label, if an example has one.
     """
 
     losses_N: Tensor | None = None
+    own_N: Tensor | None = None
     expected_N: Tensor | None = None
-    excess_N: Tensor | None = None
     labels_N: Tensor | None = None
 
     def _fields(self) -> dict[str, Tensor]:
@@ -86,14 +86,14 @@ def told_by(losses: Tensor | None, logits: Tensor | None, labels: Tensor | None,
     own_N, expected_N = losses_and_expected(logits.detach(), labels.detach())
     return Told(
         own_N if losses is None else losses,
+        own_N,
         expected_N,
-        own_N - expected_N,
         labels.detach().long() if labels.dim() == 1 else None,
     )
 
 
-def losses_and_expected(logits: Tensor, labels: Tensor) -> Tensor:
-    """The loss of each example, and the loss that the model expects, [2, N]: means over an example's labels, if it has several.
+def losses_and_expected(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss of each example, and the loss that the model expects, [N] each: means over an example's labels, if it has several.
 
     Args:
         logits: [N, ..., C].
@@ -102,17 +102,21 @@ def losses_and_expected(logits: Tensor, labels: Tensor) -> Tensor:
     flat, classes = logits.flatten(0, -2), labels.flatten().long()
     each = max(1, _MOST_NUMBERS // logits.shape[-1])
     parts = [_cross_entropy_and_entropy(*pair) for pair in zip(flat.split(each), classes.split(each), strict=True)]
+    own_M, expected_M = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
+    known_M = classes >= 0
+    if labels.dim() == 1:
+        return own_M.where(known_M, torch.nan), expected_M.where(known_M, torch.nan)
     shape = len(labels), math.prod(labels.shape[1:])
-    known = (classes >= 0).view(shape)
-    values = torch.cat(parts, dim=1).double().view(2, *shape)
-    return values.where(known, 0.0).sum(dim=2) / known.sum(dim=1)
+    number_N = known_M.view(shape).sum(dim=1)
+    own_N, expected_N = (each_M.double().where(known_M, 0.0).view(shape).sum(dim=1) for each_M in (own_M, expected_M))
+    return own_N / number_N, expected_N / number_N
 
 
-def _cross_entropy_and_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """[2, M] for logits [M, C] and labels [M]."""
+def _cross_entropy_and_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """[M] each, for logits [M, C] and labels [M]."""
     log_p = logits.float().log_softmax(dim=-1)
-    loss = -log_p.gather(-1, labels.clamp_min(0).unsqueeze(-1)).squeeze(-1)
-    return torch.stack([loss, -(log_p.exp() * log_p.clamp_min(-1e30)).sum(dim=-1)])
+    own_M = -log_p.gather(-1, labels.clamp_min(0).unsqueeze(-1)).squeeze(-1)
+    return own_M, torch.special.entr(log_p.exp()).sum(dim=-1)
 
 
 def _refuse_other_shapes(logits: Tensor, labels: Tensor, num_examples: int) -> None:

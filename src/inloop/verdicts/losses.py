@@ -4,12 +4,14 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from inloop.verdicts.sums import SourceSums
 
+Array = np.ndarray[Any, Any]
 FIRST_EXAMPLES = 100  # of a source, whose mean loss is its first loss
 
 
@@ -43,19 +45,20 @@ class RecentMeans(SourceSums):
         super().__init__(3, num_sources)
         self._memory = memory
 
-    def add(self, source_N: Tensor, values_N: Tensor) -> None:
+    def add(self, source_N: Array | Tensor, values_N: Array | Tensor) -> None:
         """Add the examples of one step; those whose value is not finite are left out."""
-        known_N = values_N.isfinite()
-        source_N, values_N = source_N[known_N], values_N[known_N].double()
-        num_sources = self._sums.shape[1]
-        new_K = torch.bincount(source_N, minlength=num_sources).double()
-        number_K, mean_K, square_K = self._sums
+        source_N, values_N = np.asarray(source_N), np.asarray(values_N, dtype=np.float64)
+        known_N = np.isfinite(values_N)
+        source_N, values_N = source_N[known_N], values_N[known_N]
+        number_K, mean_K, square_K = self._array
+        num_sources = len(number_K)
+        new_K = np.bincount(source_N, minlength=num_sources)
         number_K += new_K
         # A mean over all examples at first, then over about ``memory`` of them.
-        weight_K = torch.maximum(1 - torch.exp(-new_K / self._memory), new_K / number_K.clamp_min(1))
-        for recent_K, power_N in ((mean_K, values_N), (square_K, values_N.square())):
-            sum_K = torch.bincount(source_N, power_N, minlength=num_sources)
-            recent_K += weight_K * (sum_K / new_K.clamp_min(1) - recent_K)
+        weight_K = np.maximum(1 - np.exp(-new_K / self._memory), new_K / np.maximum(number_K, 1))
+        for recent_K, power_N in ((mean_K, values_N), (square_K, values_N * values_N)):
+            sum_K = np.bincount(source_N, power_N, minlength=num_sources)
+            recent_K += weight_K * (sum_K / np.maximum(new_K, 1) - recent_K)
 
     @property
     def number_K(self) -> Tensor:
@@ -86,9 +89,12 @@ class SourceLosses(RecentMeans):
         super().__init__(num_sources, memory=500)
         self._first = RecentMeans(num_sources, memory=math.inf)
 
-    def add(self, source_N: Tensor, values_N: Tensor) -> None:
-        is_early_N = (self._first.number_K < FIRST_EXAMPLES)[source_N]
-        self._first.add(source_N[is_early_N], values_N[is_early_N])
+    def add(self, source_N: Array | Tensor, values_N: Array | Tensor) -> None:
+        source_N, values_N = np.asarray(source_N), np.asarray(values_N, dtype=np.float64)
+        is_early_K = self._first.number_K.numpy() < FIRST_EXAMPLES
+        if is_early_K.any():
+            is_early_N = is_early_K[source_N]
+            self._first.add(source_N[is_early_N], values_N[is_early_N])
         super().add(source_N, values_N)
 
     @property

@@ -7,13 +7,14 @@ the model has learned what is common to the others, and nothing else. Axis K cou
 import math
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from inloop.policies import SourceInfo
 from inloop.verdicts.excess import Told
 from inloop.verdicts.labels import LabelMeans
-from inloop.verdicts.losses import FIRST_EXAMPLES, RecentMeans, SourceLosses, constant_losses
+from inloop.verdicts.losses import FIRST_EXAMPLES, Array, RecentMeans, SourceLosses, constant_losses
 from inloop.verdicts.verdict import LEAST_ENTROPY, LossEvidence, is_above, is_below
 
 FAR_BELOW = 0.85  # times the loss of a constant prediction
@@ -40,29 +41,33 @@ class Signs:
         self._surprising_K = torch.zeros(num_sources, dtype=torch.bool)
         self._num_steps = 0
 
-    def add(self, source_N: Tensor, told: Told) -> None:
+    def add(self, source_N: Array | Tensor, told: Told) -> None:
         """Add the examples of one step, those of all processes."""
+        source_N = np.asarray(source_N)
         if told.losses_N is not None:
             self.losses.add(source_N, told.losses_N.cpu())
-        if told.excess_N is None or told.expected_N is None:
+        if told.own_N is None or told.expected_N is None:
             return
-        compared_N = told.excess_N
+        expected_N = np.asarray(told.expected_N, dtype=np.float64)
+        excess_N = np.asarray(told.own_N, dtype=np.float64) - expected_N
+        compared_N = excess_N
         if told.labels_N is not None:
-            compared_N = self.label_means.compare(compared_N, told.labels_N, source_N)
-            self._count_labels(source_N, told.labels_N)
+            labels_N = np.asarray(told.labels_N)
+            compared_N = self.label_means.compare(excess_N, labels_N, source_N)
+            self._count_labels(source_N, labels_N)
         means = (self.expected, self.excess, self.compared_excess)
-        for mean, values_N in zip(means, (told.expected_N, told.excess_N, compared_N), strict=True):
+        for mean, values_N in zip(means, (expected_N, excess_N, compared_N), strict=True):
             mean.add(source_N, values_N)
         self._num_steps += 1
         if self._num_steps % EVERY == 0:
             self._surprising_K = self._find_surprising()
 
-    def _count_labels(self, source_N: Tensor, labels_N: Tensor) -> None:
+    def _count_labels(self, source_N: Array, labels_N: Array) -> None:
         known_N = labels_N >= 0
-        more = max(0, int(labels_N.max()) + 1 - self._told_labels_KC.shape[1]) if len(labels_N) else 0
-        self._told_labels_KC = torch.nn.functional.pad(self._told_labels_KC, (0, more))
-        ones = torch.ones(int(known_N.sum()), dtype=torch.float64)
-        self._told_labels_KC.index_put_((source_N[known_N], labels_N[known_N]), ones, accumulate=True)
+        more = int(labels_N.max()) + 1 - self._told_labels_KC.shape[1] if len(labels_N) else 0
+        if more > 0:
+            self._told_labels_KC = torch.nn.functional.pad(self._told_labels_KC, (0, more))
+        np.add.at(self._told_labels_KC.numpy(), (source_N[known_N], labels_N[known_N]), 1.0)
 
     @property
     def labels_are_told(self) -> bool:

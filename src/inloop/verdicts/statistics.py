@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -69,9 +70,10 @@ class SourceStatistics:
 
     def count(self, draws: Sequence[Draw], told: Told) -> None:
         """Add the examples that a step was trained on, those of all processes, and what is told of this process's own."""
-        for draw in draws:
-            self.drawn_K += torch.bincount(source_of(draw.everyone).cpu(), minlength=len(self.sources))
-        source_N = torch.cat([source_of(draw.everyone).cpu() for draw in draws])
+        parts = [source_of(draw.everyone).cpu().numpy() for draw in draws]
+        source_N = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        drawn_K = self.drawn_K.numpy()
+        drawn_K += np.bincount(source_N, minlength=len(drawn_K))
         self.signs.add(source_N, told.of_everyone(draws))
 
     @property
