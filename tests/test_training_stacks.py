@@ -186,6 +186,7 @@ def test_evaluation_between_steps(expected):
     assert Loop().run(step) == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.usefixtures("nothing_is_small")
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_an_exception_costs_its_batch_and_no_more(where, expected):
     loop = Loop()

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from inloop.alignment.inputs import exchanged, has_several_rows, tensors_of
+from inloop.alignment.inputs import exchanged, has_several_rows, neighbours, tensors_of
 from inloop.alignment.plan import LayerFilter
 from inloop.brute_force import Losses, Row, compare
 from inloop.errors import InloopError, UsageError
@@ -150,7 +150,7 @@ def _interact(model: nn.Module, batch: Any, losses: Losses) -> bool:
     before_N = losses_with(batch)
     is_replaced_N = torch.arange(len(before_N)) < len(before_N) // 2
     for replaced_N in (is_replaced_N, ~is_replaced_N):
-        ((others,), _) = exchanged(((batch,), {}), replaced_N, folded="together")
+        ((others,), _) = exchanged(((batch,), {}), neighbours(replaced_N), folded="together")
         change_N = (losses_with(others) - before_N).abs()
         if bool((change_N > _CHANGE * (before_N.abs() + before_N.abs().mean()))[~replaced_N].any()):
             return True

@@ -175,6 +175,12 @@ def _refuse_other_batch_sizes(tape: Tape, draws: Sequence[Draw]) -> None:
     chosen, seen = [draw.num_examples for draw in draws], list(tape.batch_sizes().values())
     passes = max(tape.reached.values(), default=1)
     often = f" in {passes} backward passes" if passes > len(seen) else ""
+    if len(seen) == len(chosen) and all(s > c > 0 == s % c for s, c in zip(seen, chosen, strict=True)):
+        raise BatchSizeError(
+            f"The actions are for {chosen} example(s), and the layers saw {seen} rows, of which it cannot be told which belong to which example. "
+            "Fix: give the layers a row for each example, as in [N, rows, ...]; or if each row is an example by itself, choose for each, with "
+            "learner.sample(rows)."
+        )
     if sum(seen) != sum(chosen) or (len(seen) == len(chosen) and seen != chosen):
         raise BatchSizeError(
             f"The actions are for {chosen} example(s), the model saw {seen} (one number a micro-batch){often}. There must be one "

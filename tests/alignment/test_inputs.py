@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from inloop import InLoop, MixturePolicy, capture
-from inloop.alignment.inputs import copied, exchanged, num_examples_of, tensors_of
+from inloop.alignment.inputs import copied, exchanged, neighbours, num_examples_of, tensors_of
 from inloop.errors import BatchSizeError, UnsupportedLayerError
 
 N = 5
@@ -75,7 +75,7 @@ def test_examples_are_exchanged_in_any_container(kind):
     replaced = torch.tensor([True, False, False, True, False])
     given = (CONTAINERS[kind](ids), torch.tensor(1)), {"options": "no tensor"}
     assert num_examples_of(given) == N
-    changed = exchanged(given, replaced)
+    changed = exchanged(given, neighbours(replaced))
     assert type(changed[0][0]) is type(given[0][0])
     assert tensors_of(changed)[0].tolist() == [4, 1, 2, 2, 4]
     assert tensors_of(given)[0] is ids
@@ -86,7 +86,7 @@ def test_examples_are_exchanged_in_any_container(kind):
 
 def test_inputs_without_tensors():
     assert num_examples_of(((nn.Linear(2, 2), "x", 3), {})) is None
-    assert exchanged((("x",), {"y": [1]}), torch.ones(2).bool()) == (("x",), {"y": [1]})
+    assert exchanged((("x",), {"y": [1]}), torch.arange(2)) == (("x",), {"y": [1]})
 
 
 class PositionsFirst(nn.Module):
@@ -127,7 +127,7 @@ def test_a_packed_sequence_as_it_comes():
     x, lengths = torch.randn(N, N, 6), torch.tensor([5, 3, 4, 2, 5])
     packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
     assert num_examples_of(packed) == N
-    assert isinstance(exchanged(((packed,), {}), torch.ones(N).bool())[0][0], PackedSequence)
+    assert isinstance(exchanged(((packed,), {}), torch.arange(N).flip(0))[0][0], PackedSequence)
     assert_exact(Recurrent(), lambda model: model(packed).square().sum(dim=(0, 2)))
 
 
@@ -293,7 +293,7 @@ def test_layers_that_a_method_calls_are_warned_of(caplog):
     ids = torch.randint(7, (N, N))
     with caplog.at_level(logging.WARNING, logger="inloop"):
         found, truth = rewards_and_truth(PositionsFirst(), lambda model: token_losses(model.encode(ids), ids))
-    assert caplog.text.count("was called by itself and not by the model's forward pass") == 1
+    assert caplog.text.count("are called one after the other, and not all by its forward pass") == 1
     assert not torch.allclose(found, truth)
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger="inloop"), capture(PositionsFirst()) as tape:

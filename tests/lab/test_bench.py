@@ -170,6 +170,7 @@ def test_other_sizes_of_the_families():
         make_task("gpt-x")
 
 
+@pytest.mark.usefixtures("nothing_is_small")
 def test_a_step_needs_little_more_memory_and_a_part_of_it_less():
     """What the first step tried out must be gone, without waiting for Python's collector of cycles."""
     task = lambda: make_task("wrn-10-1", 8)  # noqa: E731

@@ -15,7 +15,7 @@ from inloop.alignment.recorder import Recorder
 from inloop.alignment.replay import model_call, whole_site, with_segments
 from inloop.alignment.tape import Reduction, Retention, Tape
 from inloop.distributed import is_sharded
-from inloop.errors import UsageError, VerificationError
+from inloop.errors import BatchSizeError, UsageError, VerificationError
 
 _RETENTIONS = {
     "exact": "tensors as they are",
@@ -100,11 +100,21 @@ def capture(
         recorder.stop()
         if tape.seen:
             tape.refuse_other_number()
+            _refuse_other_number(tape, num_examples)
             if record.verify:
                 _verify(tape, gradients_of(model), before)
         tape.own_parameters()
     finally:
         recorder.remove()
+
+
+def _refuse_other_number(tape: Tape, num_examples: int | None) -> None:
+    recorded = sum(tape.batch_sizes().values())
+    if num_examples is not None and recorded != num_examples:
+        raise BatchSizeError(
+            f"capture was given num_examples={num_examples}, and the layers saw {recorded} rows, of which it cannot be told which belong to which "
+            "example. Fix: give the layers a row for each example, as in [N, rows, ...], in one call."
+        )
 
 
 def _verify(tape: Tape, gradients: Direction, before: Direction) -> None:

@@ -9,8 +9,9 @@ first step the watch is removed, unless it found something.
 """
 
 import itertools
+import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,7 +26,7 @@ from inloop.alignment.black_box import random_state
 from inloop.alignment.call import SHARED, Layouts, original_type
 from inloop.alignment.inputs import hold_one_example, num_examples_of
 from inloop.alignment.kept import leaves_of, tensors_in
-from inloop.alignment.operation import Recipe, Use, Value, is_in_place, is_random_factory
+from inloop.alignment.operation import HANDED_OVER, Recipe, Use, Value, is_in_place, is_random_factory
 from inloop.alignment.plan import Plan
 from inloop.hooks import Hook
 from inloop.uncompiled import not_compiled
@@ -62,20 +63,32 @@ class Tracer(TorchFunctionMode):
     Args:
         name_of: Returns the canonical name of a parameter that counts, "" if it does not count, None for other tensors.
         record: Called with every use of parameters outside of layer calls.
+        is_shared: Returns whether the result of an operation, given by names of parameters and its place in words, belongs to no example.
+        constants: Constants that an earlier pass has kept.
     """
 
     def __init__(
-        self, model: nn.Module, name_of: Callable[[Tensor], str | None], num_examples: int | None, record: Record
+        self,
+        model: nn.Module,
+        name_of: Callable[[Tensor], str | None],
+        num_examples: int | None,
+        record: Record,
+        is_shared: Callable[[list[str], str], bool],
+        constants: Iterable[Tensor] = (),
     ) -> None:
         super().__init__()
-        self._record, self._name_of, self._num_examples = record, name_of, num_examples
+        self._record, self._name_of, self._num_examples, self._is_shared = record, name_of, num_examples, is_shared
         self._known: dict[int, tuple[Tensor, Recipe | Value | Constant]] = {}
         self._counts_all = all(bool(name_of(p)) for p in model.parameters() if p.requires_grad)
         self._inside = 0  # how many layers that are recorded as a whole are running
         for parameter in model.parameters():
             self._known[id(parameter)] = parameter, self._kind_of_parameter(parameter) or _CONSTANT
-        for buffer in model.buffers():
-            self._known[id(buffer)] = buffer, _CONSTANT
+        for constant in (*model.buffers(), *constants):
+            self._known[id(constant)] = constant, _CONSTANT
+
+    def constants(self) -> list[Tensor]:
+        """The constants so far; those that outlive the pass may be used again in the next one."""
+        return [tensor for tensor, kind in self._known.values() if kind is _CONSTANT]
 
     def has_data(self, tree: Any) -> bool:
         """Whether the arguments hold a tensor that may belong to examples."""
@@ -112,7 +125,7 @@ class Tracer(TorchFunctionMode):
         self.enter_layer()
         copy = tensor.clone()
         self.leave_layer()
-        self._record(Use(recipe, data, list(names), copy, f"as an input of '{layer}'"))
+        self._record(Use(recipe, data, list(names), copy, f"{HANDED_OVER} '{layer}'"))
         return copy
 
     def _kind(self, tensor: Tensor) -> Recipe | Value | Constant | None:
@@ -162,14 +175,19 @@ class Tracer(TorchFunctionMode):
             return result
         now = random_state(given[0].device) if state else {}
         drew = any(not torch.equal(state[name], now[name]) for name in state)
-        recipe, data, names = self._recipe(function, args, kwargs, in_place, before, state if drew else None)
+        parts = function, args, kwargs, in_place, before, state if drew else None
+        recipe, data, names = self._recipe(*parts)
+        where = f"in the operation '{recipe.name}'"
+        if data and self._is_shared(names, where):
+            self._known.update({id(tensor): (tensor, _CONSTANT) for tensor in given if self._kind(tensor) is None})
+            recipe, data, names = self._recipe(*parts)
         if not data:
             self._remember(written, recipe)
             return result
         if in_place:
             self._known.pop(id(written), None)
         if isinstance(written, Tensor):
-            self._record(Use(recipe, data, names, written, f"in the operation '{recipe.name}'"))
+            self._record(Use(recipe, data, names, written, where))
             return result
         return self._apart(recipe, data, names, written)
 
@@ -272,7 +290,7 @@ class Watch:
         knows_layouts: Whether ``layouts`` was found out.
         layouts: Where the examples are in the layers' outputs, if not on the first axis.
         num_examples: The number of examples of the pass, from its first input.
-        is_whole: Whether the pass is one of the model itself, whose first input has the examples.
+        part: The name of the part of the model that was called; "" for the model itself, whose first input has the examples.
         has_one_example: Whether that has one example, whose all rows then are.
     """
 
@@ -289,7 +307,7 @@ class Watch:
         self.knows_layouts = find_examples is None
         self.layouts: Layouts = {}
         self.num_examples: int | None = None
-        self.is_whole, self.has_one_example = True, False
+        self.part, self.has_one_example = "", False
         self._plan, self._is_active, self._record = plan, is_active, record
         self._announced, self._find_examples = announced, find_examples
         self._tracer: Tracer | None = None
@@ -297,6 +315,7 @@ class Watch:
         self._num_uses: Counter[object] = Counter()
         self._layers: list[bool] = []  # for each running layer, whether it is recorded as a whole
         self._names: dict[int, str] = {}  # of parameters, by id
+        self._constants: list[weakref.ref[Tensor]] = []  # of the last pass; most are gone by now
         self._names_are_new = False
         self._parameters: dict[str, Tensor] = {}
         self.handles: list[RemovableHandle] = []
@@ -317,6 +336,15 @@ class Watch:
         self.handles.append(module.register_forward_hook(_Tell(self, leave), always_call=True))
 
     @property
+    def is_running(self) -> bool:
+        """Whether a pass is being watched."""
+        return self._tracer is not None
+
+    @property
+    def is_whole(self) -> bool:
+        return not self.part
+
+    @property
     def follows_operations(self) -> bool:
         """Whether the running layer was called without data, so that its operations are recorded in its place."""
         return bool(self._layers) and not self._layers[-1]
@@ -330,7 +358,7 @@ class Watch:
             return
         if part and torch._C._current_graph_task_id() != -1:
             return  # a checkpoint runs it again
-        self.num_examples, self.is_whole, announced = num_examples_of(inputs), not part, self._announced()
+        self.num_examples, self.part, announced = num_examples_of(inputs), part, self._announced()
         self.has_one_example = self.is_whole and hold_one_example(inputs, announced)
         if self.has_one_example:
             self.num_examples = 1
@@ -341,7 +369,10 @@ class Watch:
         self._names.clear()
         self.parameters_changed()
         self._num_uses.clear()
-        self._tracer = Tracer(model, partial(self._name_of, model), self.num_examples, self._use)
+        constants = [tensor for ref in self._constants if (tensor := ref()) is not None]
+        self._tracer = Tracer(
+            model, partial(self._name_of, model), self.num_examples, self._use, self._is_shared, constants
+        )
         self._tracer.__enter__()  # type: ignore[no-untyped-call]
 
     def _note_layouts(self, layouts: Layouts | None, part: str) -> None:
@@ -367,12 +398,15 @@ class Watch:
         return self._names.get(id(tensor))
 
     def leave_model(self, *_: Any, entirely: bool = False) -> None:
+        if not entirely and not torch.is_grad_enabled():
+            return  # as it was entered: a reentrant checkpoint
         if self._depth and not entirely:
             self._depth -= 1
             return
         self._depth = 0
         if self._tracer is not None:
             self._tracer.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._constants = [weakref.ref(tensor) for tensor in self._tracer.constants()]
         self._tracer = None
         self._layers.clear()
 
@@ -400,9 +434,21 @@ class Watch:
 
     def _use(self, use: Use) -> None:
         self.is_needed = True
-        which = (*use.names, use.where)
-        self._record(use, {name: self._parameters[name] for name in use.names}, (str(which), self._num_uses[which]))
+        key = self._next_key(use.names, use.where)
+        self._record(use, {name: self._parameters[name] for name in use.names}, key)
+
+    def _is_shared(self, names: list[str], where: str) -> bool:
+        """Whether the next use of these parameters there belongs to no example, and is therefore none."""
+        which = (*names, where)
+        if self.layouts.get((str(which), self._num_uses[which])) is not SHARED:
+            return False
+        self._next_key(names, where)
+        return True
+
+    def _next_key(self, names: list[str], where: str) -> tuple[str, int]:
+        which = (*names, where)
         self._num_uses[which] += 1
+        return str(which), self._num_uses[which] - 1
 
 
 def _enter_model(model: nn.Module, part: str, watch: Watch, module: nn.Module, *inputs: Any) -> None:

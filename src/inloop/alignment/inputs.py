@@ -62,23 +62,23 @@ def copied(inputs: Inputs) -> Inputs:
 
 
 def exchanged(
-    inputs: Inputs, replaced_N: Tensor, *, squares: bool = True, folded: Literal["", "together", "apart"] = ""
+    inputs: Inputs, origin_N: Tensor, *, squares: bool = True, folded: Literal["", "together", "apart"] = ""
 ) -> Inputs:
-    """Return a copy in which each replaced example equals the one before it in the batch.
+    """Return a copy in which each example equals another one of the batch, or itself.
 
     Examples of a packed sequence have different lengths. There a replaced one has other values instead.
 
     Args:
-        replaced_N: Marks the examples to replace.
+        origin_N: The number of the example that each one is to equal.
         squares: Also replace in tensors of shape [N, N], which may be masks over positions.
         folded: Also replace in tensors with several rows for each example, such as the patches of all images: rows of an
             example are together, [N * k, ...], or apart, [k * N, ...].
     """
-    n = len(replaced_N)
+    n = len(origin_N)
 
     def exchange(part: Any) -> Any:
         if isinstance(part, PackedSequence):
-            return _exchanged_packed(part, replaced_N) if _count(part) == n else _copied(part)
+            return _exchanged_packed(part, origin_N) if _count(part) == n else _copied(part)
         if folded and has_several_rows(part, n):
             sizes, axis = ((n, -1), 0) if folded == "together" else ((-1, n), 1)
             return _exchange(part.unflatten(0, sizes), axis).flatten(0, 1)
@@ -87,11 +87,16 @@ def exchanged(
         return _exchange(part, 0)
 
     def _exchange(part: Tensor, axis: int) -> Tensor:
-        rows = replaced_N.to(part.device).view(-1, *[1] * (part.dim() - 1 - axis))
-        return torch.where(rows, part.roll(1, axis), part).detach()
+        return part.detach().index_select(axis, origin_N.to(part.device)).requires_grad_(part.requires_grad)
 
     args, kwargs = _map(exchange, inputs, {})
     return args, kwargs
+
+
+def neighbours(replaced_N: Tensor) -> Tensor:
+    """Return the numbers for :func:`exchanged` with which each replaced example equals the one before it in the batch, [N]."""
+    places_N = torch.arange(len(replaced_N))
+    return torch.where(replaced_N, places_N.roll(1), places_N)
 
 
 def has_several_rows(part: Any, num_examples: int) -> bool:
@@ -118,8 +123,9 @@ def example_of_row(packed: PackedSequence) -> Tensor:
     return ranks if packed.sorted_indices is None else packed.sorted_indices[ranks]
 
 
-def _exchanged_packed(packed: PackedSequence, replaced_N: Tensor) -> PackedSequence:
+def _exchanged_packed(packed: PackedSequence, origin_N: Tensor) -> PackedSequence:
     data = packed.data.detach()
+    replaced_N = origin_N != torch.arange(len(origin_N))
     rows = replaced_N.to(data.device)[example_of_row(packed)].view(-1, *[1] * (data.dim() - 1))
     return packed._replace(data=torch.where(rows, data.flip(0), data))
 
@@ -127,7 +133,7 @@ def _exchanged_packed(packed: PackedSequence, replaced_N: Tensor) -> PackedSeque
 def _copied(part: Any) -> Any:
     if isinstance(part, PackedSequence):
         return part._replace(data=part.data.detach().clone())
-    return part.detach().clone()
+    return part.detach().clone().requires_grad_(part.requires_grad)  # a reentrant checkpoint needs it
 
 
 def _count(part: Tensor | PackedSequence) -> int | None:

@@ -19,6 +19,8 @@ from inloop.alignment.kept import versions_of
 from inloop.alignment.tape import Tape
 from inloop.errors import UnsupportedLayerError
 
+HANDED_OVER = "as an input of"  # where a derived tensor enters a layer that is recorded
+
 
 @dataclass(frozen=True, slots=True)
 class Value:

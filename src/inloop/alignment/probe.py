@@ -6,7 +6,7 @@ runs the model three more times: as given, and twice with half of the examples r
 twins that share the model's parameters and mode, but with BatchNorm, which mixes examples, in evaluation mode. (A
 sharded model has no twins and runs itself, in evaluation mode.) All passes draw the same random numbers. Under the
 right layout only rows of replaced examples change. If others change too, examples may depend on all others alike; then
-the probe moves all on by one, without dropout, and the rows must move with them. An output that passes neither test may
+the probe puts all into another order, without dropout, and the rows must move with them. An output that passes neither test may
 belong to a few examples in a way that only their gradients show: brute force decides (``trial.py``). If that disagrees,
 too, the model is refused. If the model cannot run so, the first axis is assumed, with a warning; other checks remain.
 """
@@ -14,10 +14,9 @@ too, the model is refused. If the model cannot run so, the first axis is assumed
 import logging
 import random
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,9 +29,17 @@ from torch.utils._pytree import tree_leaves
 
 from inloop.alignment.call import SHARED, Layout, Layouts, make_twin
 from inloop.alignment.follow import Found, Watch
-from inloop.alignment.inputs import Inputs, copied, exchanged, has_several_rows, num_examples_of, tensors_of
+from inloop.alignment.inputs import (
+    Inputs,
+    copied,
+    exchanged,
+    has_several_rows,
+    neighbours,
+    num_examples_of,
+    tensors_of,
+)
 from inloop.alignment.kept import tensors_in
-from inloop.alignment.operation import Use
+from inloop.alignment.operation import HANDED_OVER, Use
 from inloop.alignment.plan import Plan
 from inloop.alignment.trial import agrees_with_brute_force
 from inloop.distributed import gather_counts, gather_numbers, is_sharded
@@ -45,6 +52,7 @@ _Sums = list[tuple[torch.Size, float, dict[int, Tensor], bool]]
 _Key = tuple[str, int]
 _Seen = dict[_Key, _Sums]
 
+_OUTPUT = "the model's output"
 _MOST_KINDS = 16
 _AXES = (0, 1, 2)
 _MOST_GROUPS = 257  # of all examples, on one axis
@@ -106,13 +114,16 @@ def _known_layouts(
 def _try(
     model: nn.Module, part: str, plan: Plan, inputs: Inputs, num_examples: int, sharded: bool, only_folded: bool
 ) -> Layouts:
-    outputs = partial(_outputs_in_place if sharded else _outputs, model, part, plan)
     groups = _groups(num_examples)
-    # The first input of a part need not be the batch, and equal examples show nothing.
-    may_be_shared = not part and all(_differ(inputs, exchanged(inputs, some)) for some in groups)
-    layers = {site.name for site in plan.sites} if may_be_shared else set()
     has_square = any(tensor.shape == (num_examples, num_examples) for tensor in tensors_of(inputs))
     has_folded = any(has_several_rows(tensor, num_examples) for tensor in tensors_of(inputs)) and not sharded
+    before: _Seen = {}
+    shared: dict[_Key, Layout] = {}  # outputs that belong to no example: parameters are followed from them to the data
+
+    def outputs(inputs: Inputs, dropout: bool = True) -> _Seen:
+        if sharded:
+            return _outputs_in_place(model, part, plan, inputs)
+        return _outputs(model, part, plan, inputs, shared, dropout)
 
     def anyone(lost: list[_Key]) -> bool:
         """Whether a process lost an output: all run a sharded model together, as often as one of them needs it."""
@@ -120,21 +131,33 @@ def _try(
 
     def after(**how: Any) -> tuple[dict[_Key, Layout], list[_Key]]:
         """The layouts that fit if examples are exchanged in this way, and the outputs that fit none."""
-        return _find(before, [(outputs(exchanged(inputs, some, **how)), some) for some in groups], layers)
+        nonlocal before
+        given = [exchanged(inputs, neighbours(some), **how) for some in groups]
+        # The first input of a part need not be the batch, and equal examples show nothing.
+        may_be_shared = not part and all(_differ(inputs, others) for others in given)
+        seen = [outputs(others) for others in given]
+        if not sharded and any(each.keys() != before.keys() for each in seen):  # the first pass may have filled a cache
+            before = outputs(copied(inputs))
+        return _find(before, list(zip(seen, groups, strict=True)), may_be_shared)
 
     try:
         with _nothing_outside_moves(model):
             before = outputs(copied(inputs))
+            how: dict[str, Any] = {}
             found, lost = ({}, list(before)) if only_folded else after()
-            if (
-                anyone(lost) and has_square and not only_folded
-            ):  # it may be a mask over positions, which must stay as it is
-                found, lost = after(squares=False)
+            if anyone(lost) and has_square and not only_folded:  # it may be a mask over positions, which must stay
+                how = {"squares": False}
+                found, lost = after(**how)
             if has_folded and (lost or SHARED in found.values()):
                 together, lost_together = after(folded="together")
                 if not lost_together and after(folded="apart")[1]:  # else the rows might be apart as well
+                    how = {"folded": "together"}
                     found, lost = together, []
-            if anyone(lost) and not only_folded:
+            while not sharded and not lost and (new := [k for k in found if found[k] is SHARED and k not in shared]):
+                shared |= dict.fromkeys(new, SHARED)
+                before = outputs(copied(inputs))
+                found, lost = after(**how)
+            if anyone(lost) and not only_folded and num_examples > 2:  # two have one other order, which shows little
                 found |= _find_moved(outputs, inputs, num_examples, lost)
             lost = [key for key in lost if key not in found]
             if lost and not sharded and not only_folded:
@@ -150,15 +173,17 @@ def _try(
         )
         return {}
     if lost:
+        lost.sort(key=lambda key: key[0] == _OUTPUT)
         shape = tuple(before[lost[0]][0][0])
         raise UnsupportedLayerError(
             f"When some examples of the batch are exchanged, other rows of '{lost[0][0]}', of shape {shape}, change than theirs, or none: "
             f"the rows are not the {num_examples} examples in their order, or examples depend on each other or on their place. Whose a row "
             "is stays unknown. Fix: give the layer a row for each example, in order (sort and route outside of the model), pass the batch "
             "as the model's first tensor, which is where the examples are counted (or say how many there are with capture(num_examples=), as a "
-            "learner does by itself), or leave the layer out with layers=."
+            "learner does by itself), hold what all examples share, such as the texts of classes, in a buffer of the model if it has as many "
+            "rows as there are examples, or leave the layer out with layers=."
         )
-    return {key: layout for key, layout in found.items() if layout != Layout()}
+    return {key: layout for key, layout in (found | shared).items() if layout != Layout() and key[0] != _OUTPUT}
 
 
 def _differ(inputs: Inputs, others: Inputs) -> bool:
@@ -177,13 +202,13 @@ def _groups(num_examples: int) -> list[Tensor]:
 
 
 def _find(
-    before: _Seen, exchanges: list[tuple[_Seen, Tensor]], layers: Collection[str]
+    before: _Seen, exchanges: list[tuple[_Seen, Tensor]], may_be_shared: bool
 ) -> tuple[dict[_Key, Layout], list[_Key]]:
     """Return the layouts under which only rows of replaced examples change, and the outputs that fit none.
 
     Args:
         exchanges: The outputs after each exchange, and a mask of the replaced examples.
-        layers: The names of layers whose outputs may belong to no example.
+        may_be_shared: Whether an output that does not change belongs to no example.
     """
     found, lost = {}, []
     for key, calls in before.items():
@@ -193,7 +218,11 @@ def _find(
         ]
         if fits:
             found[key] = fits[0]
-        elif key[0] in layers and all(_misfit(calls, after.get(key, []), None, _same) <= 1 for after, _ in exchanges):
+        elif (
+            may_be_shared
+            and HANDED_OVER not in key[0]
+            and all(_misfit(calls, after.get(key, []), None, _same) <= 1 for after, _ in exchanges)
+        ):
             found[key] = SHARED
         elif candidates and all(requires_grad for *_, requires_grad in calls):  # else other checks say it better
             lost.append(key)
@@ -212,14 +241,19 @@ def _fits(before: _Sums, after: _Sums, layout: Layout, replaced_N: Tensor) -> bo
 def _find_moved(
     outputs: Callable[..., _Seen], inputs: Inputs, num_examples: int, keys: list[_Key]
 ) -> dict[_Key, Layout]:
-    """Return layouts of outputs that depend on all examples alike (batch statistics): rows move with the examples."""
+    """Return layouts of outputs that depend on all examples alike (batch statistics): rows move with the examples.
+
+    They move to any place: a model that moves its examples on by one, and back, would pass if they were only moved on by one.
+    """
+    order_N = torch.randperm(num_examples, generator=torch.Generator().manual_seed(1))
+    if len(((order_N - torch.arange(num_examples)) % num_examples).unique()) == 1:  # all moved on alike, or none
+        order_N[:2] = order_N[:2].flip(0)
 
     def moved(rows: Tensor, rows_after: Tensor) -> Tensor:
-        return rows_after - rows.roll(1, 0)
+        return rows_after - rows[order_N]
 
     before = outputs(copied(inputs), dropout=False)
-    everyone = torch.ones(num_examples, dtype=torch.bool)
-    after = outputs(exchanged(inputs, everyone), dropout=False)
+    after = outputs(exchanged(inputs, order_N), dropout=False)
     found: dict[_Key, Layout] = {}
     for key in keys:
         calls = before.get(key, [])
@@ -320,21 +354,28 @@ def _sample(model: nn.Module, dropout: bool = True) -> nn.Module:
     return twin
 
 
-def _outputs(model: nn.Module, part: str, plan: Plan, inputs: Inputs, dropout: bool = True) -> _Seen:
-    """Return the outputs of every recorded module and operation of a twin of the model."""
+def _outputs(model: nn.Module, part: str, plan: Plan, inputs: Inputs, shared: Layouts, dropout: bool) -> _Seen:
+    """Return the outputs of every recorded module and operation of a twin of the model.
+
+    Args:
+        shared: Those that are known to belong to no example.
+    """
     twin = _sample(model, dropout)
     sites = tuple(replace(site, module=twin.get_submodule(site.name)) for site in plan.sites)
     seen: _Seen = {}
     watch = Watch(
         twin, replace(plan, sites=sites), lambda: True, lambda use, parameters, key: _keep_use(seen, use, key)
     )
+    watch.layouts = shared
     for site in sites:
         site.module.register_forward_hook(_keep(seen, site.name, watch), prepend=True)
     _set_seed(0)
     try:
         # Use our own saved-tensor hooks: the model may run in a checkpoint, which counts the saved tensors.
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_nothing, _nothing):
-            twin.get_submodule(part)(*inputs[0], **inputs[1])
+            results = twin.get_submodule(part)(*inputs[0], **inputs[1])
+        for index, out in enumerate(tensors_in(results) if not part else ()):
+            _keep_output(seen, (_OUTPUT, index), out, out.requires_grad)
     finally:
         watch.leave_model(entirely=True)
         # The hooks refer to the watch, which refers to the twin. Without them all is released at once.
@@ -344,7 +385,7 @@ def _outputs(model: nn.Module, part: str, plan: Plan, inputs: Inputs, dropout: b
     return seen
 
 
-def _outputs_in_place(model: nn.Module, part: str, plan: Plan, inputs: Inputs, dropout: bool = True) -> _Seen:
+def _outputs_in_place(model: nn.Module, part: str, plan: Plan, inputs: Inputs) -> _Seen:
     """Return the outputs of every recorded module of the model itself, in evaluation mode, without gradients."""
     seen: _Seen = {}
     modes = [(module, module.training) for module in model.modules()]

@@ -83,6 +83,8 @@ class Recorder:
         self.early: EarlyAlignment | None = None
         self.saw_gradient = False
         self._is_removed = False
+        self._parts: set[tuple[int, str]] = set()  # by micro-batch, what was called of the model; "" for itself
+        self._has_warned = False
         self.plan = plan
         self._make_model_call = make_model_call
         self._layouts: Layouts = layouts or {}
@@ -141,23 +143,26 @@ class Recorder:
         """Whether the running pass of the model has one example, whose all rows then are."""
         return self._watch is not None and self._watch.has_one_example
 
-    def note_pass(self, name: str, output: Tensor) -> None:
-        """Note how many examples the model was given; warn of a layer whose examples cannot be told from positions."""
+    def note_pass(self, name: str) -> None:
+        """Note how many examples the model was given; warn once if its parts are called by themselves."""
         watch, tape = self._watch, self.tape
         assert tape is not None
         if watch is None:
             return
         if watch.is_whole and watch.num_examples is not None:
             tape.given[tape.batch] = watch.num_examples
-        if not watch.knows_layouts and watch.num_examples is None and output.shape[:1] == output.shape[1:2]:
+        if torch._C._current_graph_task_id() != -1:  # a checkpoint runs again
+            return
+        self._parts.add((tape.batch, watch.part if watch.is_running else name))
+        parts = [part for batch, part in self._parts if batch == tape.batch]
+        if len(parts) > 1 and not self._has_warned:
+            self._has_warned = True
             log.warning(
-                "inloop: layer '%s', with an output of shape %s, was called by itself and not by the model's forward pass. Its examples are taken to be "
-                "on the first axis; if they are on the second, rewards are wrong. Fix: call the model, or a part of it that has this layer, and compare "
-                "with inloop.check (shown once)",
-                name,
-                tuple(output.shape),
+                "inloop: parts of the model (%s) are called one after the other, and not all by its forward pass, so what happens between them "
+                "cannot be seen. Each row is taken to be the example at its place in the batch. If rows are sorted between the parts, or shared by all "
+                "examples (texts of classes), rewards are wrong. Fix: compare with inloop.check once, or call the model itself (shown once)",
+                ", ".join(f"'{part}'" if part else "its forward pass" for part in sorted(parts)[:3]),
             )
-            watch.knows_layouts = True
 
     @property
     def follows_operations(self) -> bool:
@@ -179,6 +184,7 @@ class Recorder:
             magnitudes: Whether to keep what verifying small gradients needs.
         """
         self.stop()
+        self._parts.clear()
         if self._not_followed:
             self._follow_gradients()
         one_pass = self.early is not None and self.early.state == "on"
@@ -352,7 +358,7 @@ class AfterForward(_LayerHook):
         if not trainable or not any([out.requires_grad for out in outputs]):
             return None
         self._refuse_unbatched(module, args, kwargs)
-        recorder.note_pass(site.name, outputs[0])
+        recorder.note_pass(site.name)
         if state is not None:
             return self._wait_to_run_again(recorder, module, (args, kwargs), output, trainable, state)
         call = self._layer_call(recorder, module, (args, kwargs), outputs[0], trainable)
