@@ -82,7 +82,7 @@ def test_a_wrong_rule_is_found():
         del _RULES[Twice]
     assert [row.parameter for row in report.rows if not row.exact] == ["1.weight", "1.bias"]
     assert not report.interact
-    assert "a rule of your own" in report.problems[0]
+    assert "a rule that you have registered is wrong" in report.problems[0]
 
 
 def test_what_cannot_be_aligned_is_a_problem():

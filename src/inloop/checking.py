@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from inloop.alignment.call import MODULE_TABLES
 from inloop.alignment.inputs import exchanged, has_several_rows, neighbours, tensors_of
 from inloop.alignment.plan import LayerFilter
 from inloop.brute_force import Losses, Row, compare
@@ -30,7 +31,9 @@ _THEY_INTERACT = (
     "over the batch), so no example has a gradient of its own to compare with. A learner trains such a model, and rewards each example for its "
     "part of the batch's gradient: the rows of each layer that are its own."
 )
-_THEY_DO_NOT = "a rule of your own is wrong, or the rows of that layer are not the examples in their order."
+_THEY_DO_NOT = (
+    "the rows of that layer are not the examples in their order, or a rule that you have registered is wrong."
+)
 _HOW_THEY_COST = (
     "{:.0%} of the rewards' time goes to modules without a rule of their own ({}): inloop runs them again. This is exact; if it is too "
     "slow, register a rule (inloop.alignment_rule) or leave them out with layers=."
@@ -135,7 +138,7 @@ def _compared(model: nn.Module, batch: Any, losses: Losses, options: dict[str, A
     wrong = [row for row in rows if row.relative_error is not None and not row.exact]
     interact = bool(wrong) and _interact(model, batch, losses)
     problems = [_how_they_differ(wrong, len(rows), interact)] if wrong else []
-    return Check(rows, 0, str(dtype).removeprefix("torch."), interact, problems, _warnings(rows))
+    return Check(rows, 0, str(dtype).removeprefix("torch."), interact, problems, [] if wrong else _warnings(rows))
 
 
 @torch.no_grad()
@@ -178,8 +181,16 @@ def _first(model: nn.Module, batch: Any, losses: Losses, num_examples: int) -> t
 
 def _in_float64(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
     """Copies of model and batch in float64."""
-    precise = tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, batch)
-    return copy.deepcopy(model).double(), precise
+
+    def precise(tree: Any) -> Any:
+        return tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, tree)
+
+    replica = copy.deepcopy(model).double()
+    for module in replica.modules():
+        for name, value in vars(module).items():  # tensors that are no buffers
+            if name not in MODULE_TABLES and isinstance(value, Tensor | list | tuple | dict):
+                vars(module)[name] = precise(value)
+    return replica, precise(batch)
 
 
 class _LowPrecision(TorchDispatchMode):

@@ -66,6 +66,8 @@ class Checkpoints:
         """
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise UsageError(f"step={step!r}: allowed are whole numbers from 0.")
+        if not isinstance(state, Mapping):
+            raise UsageError(f"state is a {type(state).__name__}; needed is a dict of states.")
         if rank() != 0:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -105,7 +107,12 @@ class Checkpoints:
 def write_checkpoint(path: Path, state: dict[str, Any]) -> None:
     """Write ``state`` to ``path``, atomically."""
     content = io.BytesIO()
-    torch.save(state, content)
+    try:
+        torch.save(state, content)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise CheckpointError(
+            f"{path}: the state cannot be saved ({str(error).splitlines()[0]}). Fix: save tensors, numbers, strings and containers of them."
+        ) from None
     _unpacked(content.getbuffer(), path)  # fails here rather than when a run continues
     digest = hashlib.sha256(content.getbuffer()).hexdigest()
 

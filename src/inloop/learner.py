@@ -398,30 +398,29 @@ class InLoop:
         parts = {"policy": self.policy, "recording": self._recorder, **self._parts()}
         state = tree_map_only(Tensor, Tensor.cpu, state)  # a reference moves its tensors to the model
         refuse_other_state(self.policy, self.update, state, {"num_steps", *parts})
-        own = {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
-        try:
-            # Whatever may fail comes first, so that a state that does not fit changes nothing.
+        own, num_steps = {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}, self.num_steps
+        # Whatever may fail comes first, so that a state that does not fit changes nothing.
+        with _sentences_of_states():
+            for name, values in {"num_steps": num_steps, **own}.items():
+                refuse_other_structure(state[name], values, name)
             draws = self._sampler.restored_draws(state["sampler"])
             self._judging.refuse_other_state(state["judging"])
-            for name, values in {"num_steps": self.num_steps, **own}.items():
-                refuse_other_structure(state[name], values, name)
-            self._recorder.load_state_dict(state["recording"])
-            self.skip()
-            self.reference.drop()
-            for name, part in parts.items():
-                part.load_state_dict(state[name])
-            self.num_steps = state["num_steps"]
-            for draw in draws:
-                self._announce(draw)
+        try:
+            with _sentences_of_states():
+                self._recorder.load_state_dict(state["recording"])
+                self.skip()
+                self.reference.drop()
+                for name, part in parts.items():
+                    part.load_state_dict(state[name])
+                self.num_steps = state["num_steps"]
+                for draw in draws:
+                    self._announce(draw)
         except UsageError:
-            raise
-        except Exception as error:  # an entry with the right form and a value that cannot be
             for name, part in parts.items():
                 part.load_state_dict(own[name])
+            self.num_steps = num_steps
             self.skip()
-            raise UsageError(
-                f"The state cannot be loaded ({error!r}). Fix: load a state that such a learner has saved."
-            ) from error
+            raise
 
     def _parts(self) -> dict[str, Any]:
         return {
@@ -431,3 +430,16 @@ class InLoop:
             "reporter": self._reporter,
             **({} if self.statistics is None else {"statistics": self.statistics}),
         }
+
+
+@contextmanager
+def _sentences_of_states() -> Iterator[None]:
+    """Turn an error about an entry with the right form, and a value that cannot be, into a sentence."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"The state cannot be loaded ({error!r}). Fix: load a state that such a learner has saved."
+        ) from error

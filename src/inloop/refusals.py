@@ -236,6 +236,11 @@ def refuse_other_state(policy: Policy, update: Update, state: Mapping[str, Any],
         raise UsageError(
             f"This is no state of an InLoop learner: it has no {sorted(missing)}; it has {sorted(state)[:5]}."
         )
+    if others := sorted(map(str, set(state) - set(needed))):
+        raise UsageError(
+            f"The state cannot be loaded: it has {', '.join(others[:5])}, of which this learner knows nothing. Fix: load it with the version that saved it, "
+            "or with the same policy and options."
+        )
     if others := sorted(name for name in needed if name != "num_steps" and not isinstance(state[name], Mapping)):
         raise UsageError(
             f"The state cannot be loaded: {others[0]} is a {type(state[others[0]]).__name__}; needed is a dict."

@@ -92,7 +92,15 @@ class Sampler:
         self.generator.set_state(state["generator"])
 
     def restored_draws(self, state: dict[str, Any]) -> list[Draw]:
-        return [Draw.restored(self.policy, saved) for saved in state["draws"]]
+        draws = [Draw.restored(self.policy, saved) for saved in state["draws"]]
+        for draw in draws:
+            with torch.no_grad():
+                self.policy.log_prob(draw.everyone)  # refuses actions that this policy does not have
+            if type(draw.plain) is not bool or type(draw.version) is not int:
+                raise UsageError(
+                    "The state cannot be loaded: sampler.draws has a draw with other entries than the learner's."
+                )
+        return draws
 
     def _copy_of_policy(self) -> Policy:
         """The policy as it is now; draws share one copy until it changes."""

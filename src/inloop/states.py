@@ -7,7 +7,10 @@ from torch import Tensor
 
 from inloop.errors import UsageError
 
-_GROWING = ("means", "numbers", "told_labels", "everyone", "rewarded_rows", "generator")  # tensors of any length
+# tensors of any length, and the axis that it is the length of
+_GROWING = {"means": 0, "numbers": 0, "told_labels": 1, "everyone": 0, "rewarded_rows": 0, "generator": 0}
+_MAY_BE_NONE = ("segments", "rewarded_rows")
+_MAY_BE_ANYTHING = ("shares", "averages", "state")  # numbers that need not be finite: not known yet, or the model's own
 _ANY_KEYS = ("verified", "state")  # kinds of steps, and the parameters that an optimizer has moved
 
 
@@ -18,14 +21,20 @@ def refuse_other_structure(state: Any, own: Any, path: str) -> None:
         path: The name of the state, for the message.
     """
     name = path.rsplit(".", 1)[-1]
+    if state is None and own is not None and name not in _MAY_BE_NONE:
+        _refuse(path, state, _described(own))
     if own is None or state is None:
         if state is not None and not isinstance(state, Tensor | Mapping | Sequence):
             _refuse(path, state, "nothing, a tensor or a container")
         return
     if isinstance(own, Tensor):
         fits = isinstance(state, Tensor) and state.dtype == own.dtype and state.dim() == own.dim()
-        if not fits or (name not in _GROWING and state.shape != own.shape):
+        if not fits or _fixed(state.shape, name) != _fixed(own.shape, name):
             _refuse(path, state, _described(own))
+        if not set(path.split(".")) & set(_MAY_BE_ANYTHING) and not bool(state.isfinite().all()):
+            raise UsageError(
+                f"The state cannot be loaded: {path} has numbers that are not finite. Fix: load an earlier state."
+            )
     elif isinstance(own, Mapping):
         if not isinstance(state, Mapping) or (own and state and name not in _ANY_KEYS and state.keys() != own.keys()):
             _refuse(path, state, _described(own))
@@ -42,6 +51,11 @@ def refuse_other_structure(state: Any, own: Any, path: str) -> None:
         _refuse(path, state, f"a {type(own).__name__}")
     elif isinstance(own, int) and int(state) < 0:
         _refuse(path, state, "a whole number from 0")
+
+
+def _fixed(shape: Sequence[int], name: str) -> list[int]:
+    """The lengths that must agree."""
+    return [length for axis, length in enumerate(shape) if axis != _GROWING.get(name)]
 
 
 def _refuse(path: str, state: Any, needed: str) -> None:

@@ -29,7 +29,10 @@ def _check(options: argparse.Namespace) -> int:
     from inloop.checking import check
     from inloop.cli.check_table import print_check
 
-    made = _function(options.target)()
+    try:
+        made = _function(options.target)()
+    except TypeError as error:
+        raise UsageError(f"{options.target} cannot be called without arguments ({error}).") from None
     if not isinstance(made, tuple) or len(made) != 3:
         raise UsageError(f"{options.target} returned a {type(made).__name__}; (model, batch, losses) is needed.")
     report = check(*made, num_examples=options.examples)
@@ -46,9 +49,9 @@ def _function(target: str) -> Any:
         raise UsageError(f"{target!r}: MODULE:FUNCTION is needed, as in my_project.models:make.")
     sys.path.insert(0, "")
     try:
-        function = getattr(importlib.import_module(module), name, None)
+        function: Any = getattr(importlib.import_module(module), name, None)
     except ModuleNotFoundError as error:
         raise UsageError(f"{target}: there is no module {error.name!r} here.") from None
-    if not callable(function):
+    if not callable(function) or hasattr(function, "named_parameters"):
         raise UsageError(f"{target}: module {module!r} has no function {name!r}.")
     return function

@@ -12,7 +12,7 @@ def print_check(check: Check, console: Console) -> None:
     if check.rows:
         console.print(_table(check, longest_name=max(16, console.width - 48)))
     for text in check.problems:
-        console.print(f"[red]wrong[/] {escape(text)}", highlight=False)
+        console.print(f"[red]{'wrong' if check.rows else 'refused'}[/] {escape(text)}", highlight=False)
     for text in check.warnings:
         console.print(f"[yellow]note[/] {escape(text)}", highlight=False)
     if check.ok:

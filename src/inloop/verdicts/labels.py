@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from inloop.errors import UsageError
+
 Array = np.ndarray[Any, Any]
 MEMORY = 200.0  # examples of a label, about, that its means are over
 LEAST_OVERLAP = 0.25
@@ -69,4 +71,8 @@ class LabelMeans:
         return {"means": torch.from_numpy(self._mean_C.copy()), "numbers": torch.from_numpy(self._number_CK.copy())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if len(state["means"]) != len(state["numbers"]):
+            raise UsageError(
+                f"The state has means of {len(state['means'])} labels, and numbers of {len(state['numbers'])}."
+            )
         self._mean_C, self._number_CK = (state[name].clone().numpy() for name in ("means", "numbers"))
