@@ -111,7 +111,7 @@ def exact(rows: Sequence[Row]) -> str:
 
 def half(row: Row) -> str:
     """A mark for a model of which the inputs reach less than half of the parameters."""
-    if row["library"] == "timm" or row["reached"] >= row["trainable"] / 2:  # timm's BatchNorms are always reached
+    if row["reached"] >= row["trainable"] / 2:
         return ""
     return f" ({row['reached']} of {row['trainable']} parameters)"
 

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from inloop.alignment import Recording
+from inloop.alignment.plan import warn_of_coupled_examples
 from inloop.distributed import is_distributed, unwrapped
 from inloop.errors import UsageError, VerificationError
 from inloop.host import on_host
@@ -40,7 +41,6 @@ from inloop.refusals import (
     refuse_useless_options,
     refuse_wrong_arguments,
     scale_of,
-    warn_of_coupled_examples,
 )
 from inloop.report import Reporter, StepReport, summarise_rewards
 from inloop.rewards import Reward, as_reward

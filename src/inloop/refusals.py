@@ -5,12 +5,10 @@ import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import get_total_norm
 
 from inloop.alignment import Direction, Recording, Tape
@@ -21,6 +19,7 @@ from inloop.policies import Policy, SourceInfo, source_policy
 from inloop.rewards import Reward
 from inloop.step import Draw
 from inloop.updates import Update
+from inloop.warn import warn_once
 
 log = logging.getLogger("inloop")
 
@@ -60,21 +59,6 @@ def scale_of(scaler: torch.amp.GradScaler | None) -> float:
             "it right after scaler.scale(loss).backward()."
         )
     return float(scaler.get_scale())
-
-
-def warn_of_coupled_examples(model: nn.Module) -> None:
-    """BatchNorm in training mode gives rewards another meaning, which is worth saying once."""
-    if any(isinstance(module, _BatchNorm) and module.training for module in model.modules()):
-        warn_once(
-            "the model has BatchNorm in training mode, which mixes the examples of a batch: a reward is an example's part of the batch's "
-            "gradient, close to the gradient of its own loss, not equal to it. Usually nothing needs to be done; GroupNorm or LayerNorm avoid it, and "
-            "docs/when-not-to-use-it.md shows how large the difference is (shown once)"
-        )
-
-
-@cache
-def warn_once(text: str) -> None:
-    log.warning("inloop: %s", text)
 
 
 def gradient_norm(gradients: Direction) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from inloop.alignment.direction import Direction, gradients_of
-from inloop.alignment.plan import LayerFilter, make_plan
+from inloop.alignment.plan import LayerFilter, make_plan, warn_of_coupled_examples
 from inloop.alignment.probe import find_examples
 from inloop.alignment.recorder import Recorder
 from inloop.alignment.replay import model_call, whole_site, with_segments
@@ -91,6 +91,7 @@ def capture(
     if unknown := sorted(set(options) - set(allowed)):
         raise UsageError(f"capture got {unknown[0]}=; allowed are {', '.join(allowed)}.")
     record = replace(record or Recording(), **options)
+    warn_of_coupled_examples(model)
     recorder = make_recorder(model, record)
     before = {name: g.clone() for name, g in gradients_of(model).items() if g is not None and record.verify}
     try:

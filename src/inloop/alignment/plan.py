@@ -18,6 +18,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from inloop.alignment.rules import Rule, rule_for
 from inloop.errors import UnsupportedLayerError, UsageError
+from inloop.warn import warn_once
 
 LayerFilter = Iterable[str] | Callable[[str, nn.Module], bool]
 
@@ -300,3 +301,13 @@ def as_predicate(model: nn.Module, layers: LayerFilter | None) -> Callable[[str,
                 f"own, register a rule, or name {whole}{'' if box else ' with an empty name'}."
             )
     return lambda name, module: any(choice in ("", name) or name.startswith(f"{choice}.") for choice in chosen)
+
+
+def warn_of_coupled_examples(model: nn.Module) -> None:
+    """BatchNorm in training mode gives rewards another meaning, which is worth saying once."""
+    if any(isinstance(module, _BatchNorm) and module.training for module in model.modules()):
+        warn_once(
+            "the model has BatchNorm in training mode, which mixes the examples of a batch: a reward is an example's part of the batch's "
+            "gradient, close to the gradient of its own loss, not equal to it. Usually nothing needs to be done; GroupNorm or LayerNorm avoid it, and "
+            "docs/when-not-to-use-it.md shows how large the difference is (shown once)"
+        )
