@@ -13,7 +13,7 @@ the module. If an operation has no second derivative, one backward pass per exam
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ class BeforeCall:
         return {} if same else self.random_state
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class RunAgain(Recorded):
     """A call that can run again with everything it had in step t. Its output must then be the same.
 
@@ -73,7 +73,7 @@ class RunAgain(Recorded):
         args, kwargs = self.args, self.kwargs
         if have_objects((args, kwargs)):
             args, kwargs = with_own_objects((args, kwargs))
-        return Recorded.run(replace(self, args=args, kwargs=kwargs), parameters, **attributes)
+        return Recorded.run(self.but(args=args, kwargs=kwargs), parameters, **attributes)
 
     @contextmanager
     def randomness(self) -> Iterator[None]:
@@ -109,7 +109,7 @@ class RunAgain(Recorded):
             )
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class BlackBoxCall(RunAgain):
     """A call of a module without a rule, with everything needed to run it again as one function."""
 

@@ -14,6 +14,7 @@ batch. The first gradient that proves not final costs this step and the one befo
 wait for ``learner.step``.
 """
 
+from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
@@ -39,9 +40,9 @@ class EarlyAlignment:
     def __init__(self, allowed: bool) -> None:
         self.state: Literal["unknown", "on", "off"] = "unknown" if allowed else "off"
         self._tape: Tape | None = None  # the waiting tape, while this aligns it
-        self._users: dict[str, list[Kept]] = {}  # its calls, by parameter
-        self._gradients: dict[str, Tensor | None] = {}  # those that arrived and that a call still needs
-        self._ready = Group()  # calls whose gradients are complete
+        self._users: dict[str, list[_Missing]] = {}  # its calls, by parameter
+        self._gradients: dict[str, Tensor | None] = {}  # those that arrived
+        self._ready = Group({})  # calls whose gradients are complete
         self._compute: Compute | None = None
 
     def begin(self, waiting: Tape | None, compute: Compute | None = None) -> None:
@@ -54,11 +55,13 @@ class EarlyAlignment:
         self._compute = compute
         if self.state != "on" or waiting is None:
             return
-        self._tape = waiting
+        self._tape, self._ready = waiting, Group(waiting.plan.sizes)
         for call in waiting.calls:
             if not call.needs_backward:  # a backward pass cannot run inside another
-                for name in call.parameter_names.values():
-                    self._users.setdefault(name, []).append(call)
+                names = set(call.parameter_names.values())
+                missing = _Missing(call, len(names))
+                for name in names:
+                    self._users.setdefault(name, []).append(missing)
 
     def stop(self) -> None:
         """Stop aligning; the rest of the waiting tape stays as it is."""
@@ -69,24 +72,18 @@ class EarlyAlignment:
 
     def gradient_arrived(self, name: str, gradient: Tensor) -> None:
         """Align calls whose gradients are complete, now that a backward pass has finished the one of ``name``."""
-        users = self._users.get(name)
-        if not users or gradient.is_sparse:
+        users = None if gradient.is_sparse else self._users.pop(name, None)
+        if users is None:
             return
         self._gradients[name] = gradient.detach()
         is_full = False
-        for call in list(users):
-            names = call.parameter_names.values()
-            if self._gradients.keys() >= set(names):
-                for other in names:
-                    self._users[other].remove(call)
-                is_full |= self._ready.add(call, self._gradients)
+        for missing in users:
+            missing.number -= 1
+            if not missing.number:
+                is_full |= self._ready.add(missing.call)
         if is_full:
-            self._align()
-
-    def _align(self) -> None:
-        assert self._tape is not None
-        self._tape.align_early(self._ready.take(), self._gradients, self._compute)
-        self._gradients = {name: g for name, g in self._gradients.items() if self._users[name]}
+            assert self._tape is not None
+            self._tape.align_early(self._ready.take(), self._gradients, self._compute)
 
     def learn_from(self, step: Tape | None, waiting: Tape | None, gradients: Direction) -> str | None:
         """Learn from a complete step. Return a sentence if the released tensors are still needed, else None.
@@ -105,3 +102,11 @@ class EarlyAlignment:
     def turn_off(self) -> None:
         """Turn off: gradients are not final when they arrive (processes average them, or a batch was abandoned)."""
         self.state = "off"
+
+
+@dataclass(slots=True)
+class _Missing:
+    """A call, and how many of its parameters have no gradient yet."""
+
+    call: Kept
+    number: int

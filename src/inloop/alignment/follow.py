@@ -28,7 +28,7 @@ from inloop.alignment.inputs import hold_one_example, num_examples_of
 from inloop.alignment.kept import leaves_of, tensors_in
 from inloop.alignment.operation import HANDED_OVER, Recipe, Use, Value, is_in_place, is_random_factory
 from inloop.alignment.plan import Plan
-from inloop.hooks import Hook
+from inloop.hooks import Hook, remove_all
 from inloop.uncompiled import not_compiled
 
 Record = Callable[[Use], None]
@@ -290,6 +290,7 @@ class Watch:
         knows_layouts: Whether ``layouts`` was found out.
         layouts: Where the examples are in the layers' outputs, if not on the first axis.
         num_examples: The number of examples of the pass, from its first input.
+        is_asleep: Whether it waits for a pass with several examples.
         part: The name of the part of the model that was called; "" for the model itself, whose first input has the examples.
         has_one_example: Whether that has one example, whose all rows then are.
     """
@@ -318,22 +319,43 @@ class Watch:
         self._constants: list[weakref.ref[Tensor]] = []  # of the last pass; most are gone by now
         self._names_are_new = False
         self._parameters: dict[str, Tensor] = {}
-        self.handles: list[RemovableHandle] = []
-        for site in plan.sites:
-            self._hook(site.module, partial(_enter_layer, site.name, True), Watch.leave_layer)
-        for name, module in _not_recorded(model, plan):  # its parameters may be recorded elsewhere
-            self._hook(module, partial(_enter_layer, name, False), Watch.leave_layer)
+        self._layers_left_out = list(_not_recorded(model, plan))  # their parameters may be recorded elsewhere
+        self.is_asleep = False
+        self._of_model: list[RemovableHandle] = []
+        self._of_layers: list[RemovableHandle] = []
+        for handles in (self._of_model, self._of_layers):
+            weakref.finalize(self, remove_all, handles)
+        self._hook_layers()
         for module in model.modules():
             if original_type(module) is not type(module):  # sharded: after the hook that gathers its parameters
-                self.handles.append(module.register_forward_pre_hook(_Tell(self, Watch.parameters_changed)))
+                self._of_model.append(module.register_forward_pre_hook(_Tell(self, Watch.parameters_changed)))
         inside = {id(module) for site in plan.sites for module in site.module.modules()}
         for name, module in model.named_modules():
             if not name or (module._modules and id(module) not in inside):
-                self._hook(module, partial(_enter_model, model, name), Watch.leave_model)
+                self._of_model += self._hook(module, partial(_enter_model, model, name), Watch.leave_model)
 
-    def _hook(self, module: nn.Module, enter: Callable[..., Any], leave: Callable[..., Any]) -> None:
-        self.handles.append(module.register_forward_pre_hook(_Tell(self, enter), prepend=True, with_kwargs=True))
-        self.handles.append(module.register_forward_hook(_Tell(self, leave), always_call=True))
+    def _hook_layers(self) -> None:
+        for site in self._plan.sites:
+            self._of_layers += self._hook(site.module, partial(_enter_layer, site.name, True), Watch.leave_layer)
+        for name, module in self._layers_left_out:
+            self._of_layers += self._hook(module, partial(_enter_layer, name, False), Watch.leave_layer)
+
+    def _hook(self, module: nn.Module, enter: Callable[..., Any], leave: Callable[..., Any]) -> list[RemovableHandle]:
+        return [
+            module.register_forward_pre_hook(_Tell(self, enter), prepend=True, with_kwargs=True),
+            module.register_forward_hook(_Tell(self, leave), always_call=True),
+        ]
+
+    def remove(self) -> None:
+        """Watch no more passes."""
+        remove_all(self._of_model)
+        self.sleep()
+
+    def sleep(self) -> None:
+        """Watch no more passes that have one example, until one has several: then it can be found out where they are."""
+        self.is_asleep = True
+        remove_all(self._of_layers)
+        self._of_layers.clear()
 
     @property
     def is_running(self) -> bool:
@@ -362,7 +384,12 @@ class Watch:
         self.has_one_example = self.is_whole and hold_one_example(inputs, announced)
         if self.has_one_example:
             self.num_examples = 1
-        elif self._find_examples is not None:
+            if self.is_asleep:
+                return
+        if self.is_asleep:
+            self.is_asleep = False
+            self._hook_layers()
+        if not self.has_one_example and self._find_examples is not None:
             found = self._find_examples(model, part, inputs, announced)
             self.num_examples = found.num_examples
             self._note_layouts(found.layouts, part)

@@ -3,31 +3,33 @@
 A group ends when its calls and their parameters have some megabytes: memory is released late by that much.
 """
 
-from collections.abc import Iterator, Sequence
-
-from torch import Tensor
+from collections.abc import Iterator, Mapping, Sequence
 
 from inloop.alignment import sizes
-from inloop.alignment.direction import Computed, Direction
 from inloop.alignment.kept import Kept
 
 
 class Group:
-    """Calls that wait for each other."""
+    """Calls that wait for each other.
 
-    def __init__(self) -> None:
+    Args:
+        sizes: The bytes of each parameter, by name.
+    """
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self._sizes = sizes
         self._calls: list[Kept] = []
         self._names: set[str] = set()
         self._bytes = 0
 
-    def add(self, call: Kept, direction: Direction) -> bool:
-        """Add a call that is aligned with ``direction``. Return whether the group is full."""
+    def add(self, call: Kept) -> bool:
+        """Add a call. Return whether the group is full."""
         self._calls.append(call)
         for name in call.parameter_names.values():
             if name not in self._names:
                 self._names.add(name)
-                self._bytes += _bytes(direction, name)
-        self._bytes += sum([tensor.nbytes for tensor in call.tensors()])
+                self._bytes += self._sizes[name]
+        self._bytes += call.nbytes
         return self._bytes > sizes.of_device(sizes.GROUP, call.device)
 
     def take(self) -> list[Kept]:
@@ -37,18 +39,11 @@ class Group:
         return calls
 
 
-def groups_of(calls: Sequence[Kept], direction: Direction) -> Iterator[list[Kept]]:
+def groups_of(calls: Sequence[Kept], sizes: Mapping[str, int]) -> Iterator[list[Kept]]:
     """Divide calls into groups, in their order."""
-    group = Group()
+    group = Group(sizes)
     for call in calls:
-        if group.add(call, direction):
+        if group.add(call):
             yield group.take()
     if rest := group.take():
         yield rest
-
-
-def _bytes(direction: Direction, name: str) -> int:
-    while isinstance(direction, Computed):
-        direction = direction.raw
-    value: Tensor | None = direction.get(name)
-    return 0 if value is None else value.nbytes

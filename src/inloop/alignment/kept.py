@@ -74,6 +74,11 @@ class Kept(ABC):
     def map(self, pack: Callable[[Tensor], Any]) -> "Kept":
         """Return the call with packed tensors. A form that needs exact tensors returns itself."""
 
+    @property
+    def nbytes(self) -> int:
+        """How much memory it keeps."""
+        return sum([tensor.nbytes for tensor in self.tensors()])
+
     def visit_layers(self, visit: Callable[["Kept"], None]) -> None:
         """Call ``visit`` with each layer's call: this one, or those inside the call of a whole model."""
         visit(self)

@@ -20,6 +20,7 @@ from inloop.alignment.rules import Rule, rule_for
 from inloop.errors import UnsupportedLayerError, UsageError
 from inloop.warn import warn_once
 
+_PRECISION = 4  # bytes of a number, in most models
 LayerFilter = Iterable[str] | Callable[[str, nn.Module], bool]
 
 
@@ -75,6 +76,7 @@ class Plan:
     Attributes:
         aliases: Every name of every parameter -> its canonical name.
         shapes: Canonical name -> shape.
+        sizes: Canonical name -> about how many bytes it has.
         used_elsewhere: Parameters of modules that are not recorded: left out, or tied to recorded ones.
         bare: Parameters that only the operations using them can account for, by canonical name.
     """
@@ -82,6 +84,7 @@ class Plan:
     sites: tuple[Site, ...]
     aliases: Mapping[str, str]
     shapes: Mapping[str, torch.Size]
+    sizes: Mapping[str, int]
     used_elsewhere: frozenset[str]
     bare: Mapping[str, nn.Parameter]
 
@@ -153,7 +156,8 @@ def make_plan(model: nn.Module, layers: LayerFilter | None = None, batchnorm_aff
             "No layer with parameters is recorded. Fix: choose at least one with layers=, or leave that out."
         )
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    return Plan(tuple(sites), names, shapes, _used_elsewhere(model, sites, names) - set(bare), bare)
+    sizes = {name: _PRECISION * shape.numel() for name, shape in shapes.items()}
+    return Plan(tuple(sites), names, shapes, sizes, _used_elsewhere(model, sites, names) - set(bare), bare)
 
 
 def _used_elsewhere(model: nn.Module, sites: list[Site], names: Mapping[str, str]) -> frozenset[str]:

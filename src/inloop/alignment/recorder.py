@@ -5,6 +5,7 @@ the user's modules; hooks in a copy of the model do nothing.
 """
 
 import logging
+import operator
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map_only
@@ -44,10 +46,11 @@ from inloop.alignment.tape import Reduction, Retention, Tape
 from inloop.distributed import is_sharded
 from inloop.errors import UnsupportedLayerError
 from inloop.hooks import Hook, remove_all
-from inloop.uncompiled import not_compiled, run_compiled_again, run_uncompiled
+from inloop.uncompiled import run_compiled_again, run_uncompiled
 
 log = logging.getLogger("inloop")
 
+_ONE_ROW = torch.Size([1])
 _MOST_SHAPES = 1000  # to remember the decisions for, per layer: sequences may have any length
 
 MakeModelCall = Callable[[Site], Callable[..., RunAgain]]
@@ -114,7 +117,6 @@ class Recorder:
                 model, plan, operations.are_recorded, operations.record, operations.num_announced, find_examples
             )
             self._watch.layouts = self._layouts
-            handles.extend(self._watch.handles)
 
     def make_model_call(self, site: Site) -> Callable[..., RunAgain]:
         assert self._make_model_call is not None
@@ -123,7 +125,7 @@ class Recorder:
     def layout(self, site: Site, index: int, output: Tensor) -> Layout:
         """Return where the examples are in an output: as the probe found, or as the module declares."""
         if self.has_one_example:
-            return ALL_ROWS_OF_ONE
+            return PLAIN if output.shape[:1] == _ONE_ROW else ALL_ROWS_OF_ONE
         layouts = self._layouts if self._watch is None else self._watch.layouts
         found = layouts.get((site.name, index)) if layouts else None
         axis = site.batch_axis(index, output) if found is None and (index or site.sequence_first) else 0
@@ -151,7 +153,7 @@ class Recorder:
             return
         if watch.is_whole and watch.num_examples is not None:
             tape.given[tape.batch] = watch.num_examples
-        if torch._C._current_graph_task_id() != -1:  # a checkpoint runs again
+        if watch.is_asleep or torch._C._current_graph_task_id() != -1:  # in a backward pass, a checkpoint runs again
             return
         self._parts.add((tape.batch, watch.part if watch.is_running else name))
         parts = [part for batch, part in self._parts if batch == tape.batch]
@@ -197,10 +199,13 @@ class Recorder:
         watch = self._watch
         if self.tape is not None:
             self.tape.close()
-            if watch is not None and self.tape.seen and not watch.is_needed and watch.knows_layouts:
-                self._layouts = watch.layouts
-                remove_all(watch.handles)
-                self._watch = None
+            if watch is not None and self.tape.seen and not watch.is_needed:
+                if watch.knows_layouts:
+                    self._layouts = watch.layouts
+                    watch.remove()
+                    self._watch = None
+                elif watch.has_one_example:
+                    watch.sleep()
         self.tape = None
         run_compiled_again(id(self))
         if watch is not None:
@@ -224,6 +229,8 @@ class Recorder:
         self.stop()
         self.early = None
         self._is_removed = True
+        if self._watch is not None:
+            self._watch.remove()
         self.remove_hooks()
 
 
@@ -234,9 +241,8 @@ class _AfterGradient(Hook[Recorder]):
         super().__init__(recorder)
         self.name = name
 
-    @not_compiled
     def __call__(self, parameter: Tensor) -> None:
-        recorder = self.owner()
+        recorder = None if is_compiling() else self.owner()
         if recorder is None:
             return
         recorder.saw_gradient = True
@@ -283,12 +289,15 @@ class _LayerHook(Hook["Recorder"]):
         return recorder
 
 
+def _are_the_same(some: list[Any], others: list[Any]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))
+
+
 class BeforeForward(_LayerHook):
     """Keeps the state that the forward pass of a module to run again may change: parameters, buffers, random state."""
 
-    @not_compiled
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        recorder, site = self.recorder(), self.site
+        recorder, site = None if is_compiling() else self.recorder(), self.site
         if recorder is None or recorder.tape is None or not site.trainable():
             return
         running = recorder.tape.running
@@ -332,13 +341,13 @@ class AfterForward(_LayerHook):
 
     def __init__(self, recorder: "Recorder", site: Site) -> None:
         super().__init__(recorder, site)
-        self._shapes: dict[str, Tensor | None] = {}
+        self._shapes: dict[str, Any] = {}  # of the parameters: tensors without values
+        self._twin: tuple[list[Any], nn.Module] | None = None  # and the attributes of the module that it was made of
         self._batched_dims: set[int] = set()
         self._fused: dict[object, bool] = {}
 
-    @not_compiled
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        recorder, site = self.recorder(), self.site
+        recorder, site = None if is_compiling() else self.recorder(), self.site
         if recorder is None or recorder.tape is None:
             return None
         tape = recorder.tape
@@ -388,7 +397,7 @@ class AfterForward(_LayerHook):
         args, kwargs = detached(args, recorder.copy_inputs), detached(kwargs, recorder.copy_inputs) if kwargs else {}
         return LayerCall(
             name=self.site.name,
-            layer=make_twin(module, self._parameters_to_keep(module)),
+            layer=self._twin_of(module),
             rule=rule,
             parameter_names=trainable,
             args=args,
@@ -398,6 +407,16 @@ class AfterForward(_LayerHook):
             versions=versions_of((args, kwargs)) if kwargs else versions_of(args),
         )
 
+    def _twin_of(self, module: nn.Module) -> nn.Module:
+        """Return a twin: the same for all calls, while the module has the same attributes, no buffers and no parameters to keep."""
+        parameters = self._parameters_to_keep(module)
+        if module._buffers or module._modules or parameters is not self._shapes:
+            return make_twin(module, parameters)
+        attributes = list(module.__dict__.values())
+        if self._twin is None or not _are_the_same(self._twin[0], attributes):
+            self._twin = attributes, make_twin(module, parameters)
+        return self._twin[1]
+
     def _parameters_to_keep(self, module: nn.Module) -> Any:
         """Return copies of the parameters of step t or, if the rule does not read them, only shapes and types."""
         rule = self.site.rule
@@ -406,6 +425,7 @@ class AfterForward(_LayerHook):
         for name, p in module._parameters.items():
             known = self._shapes.get(name)
             if p is not None and (known is None or known.dtype is not p.dtype or known.shape != p.shape):
+                self._twin = None
                 self._shapes[name] = torch.empty_like(p, device="meta", requires_grad=False)
         return self._shapes
 

@@ -40,7 +40,7 @@ _NUM_PARTS = 4  # of a batch, to run again one after the other
 _CANNOT_RUN = (RuntimeError, ValueError, IndexError, UnsupportedLayerError)
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class ModelCall(RunAgain):
     """A call of a model or a segment, with everything needed to run it again layer by layer.
 
@@ -64,7 +64,7 @@ class ModelCall(RunAgain):
         named = dict(self.layer.named_parameters(remove_duplicate=False))
         copies = {value.data_ptr(): value.clone() for value in named.values()}  # one for all names of a tied parameter
         twin = make_twin(self.layer, {name: copies[value.data_ptr()] for name, value in named.items()})
-        return replace(self, layer=twin, owns_parameters=True)
+        return self.but(layer=twin, owns_parameters=True)
 
     def align(self, direction: Mapping[str, Tensor | None], magnitudes: bool = False) -> Tensor:
         """Return the sum of the contributions of all layer calls."""
@@ -92,7 +92,7 @@ class ModelCall(RunAgain):
 
         def visit_as_of_the_model(call: Recorded) -> None:
             names = {local: self.parameter_names[name] for local, name in call.parameter_names.items()}
-            visit(replace(call, parameter_names=names))
+            visit(call.but(parameter_names=names))
 
         for part in _parts(self, _slices(self)):  # try all parts first: a visit cannot be undone
             _run_again(part, layouts, visit_as_of_the_model)
@@ -178,7 +178,7 @@ def _examples(call: ModelCall, rows: slice) -> ModelCall:
 
     args, kwargs = tree_map_only(Tensor, some, (call.args, call.kwargs))
     fingerprints = tuple(some(kept.T).T for kept in call.fingerprints)
-    return replace(call, args=args, kwargs=kwargs, dout=call.dout[rows], fingerprints=fingerprints)
+    return call.but(args=args, kwargs=kwargs, dout=call.dout[rows], fingerprints=fingerprints)
 
 
 def _run_again(call: ModelCall, layouts: Layouts, visit: Callable[[Recorded], None]) -> None:

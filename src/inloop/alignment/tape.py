@@ -103,7 +103,7 @@ class Tape:
         self._waiting: list[Waiting] = []
         # Calls aligned ahead leave the list. Keep their contributions, and the gradients that they were aligned with.
         self._sums: dict[int, Sums] = {}
-        self._ready = Group()  # calls to align with the known direction
+        self._ready = Group(plan.sizes)  # calls to align with the known direction
         self._sizes: dict[int, int] | None = None
         self._aligned_with: dict[str, tuple[int, int]] = {}
 
@@ -144,7 +144,7 @@ class Tape:
             self.write(complete if self._halves is None else complete.map(self._halves))
         else:
             self.accounted.update(complete.parameter_names.values())
-            if self._ready.add(complete, self.known):
+            if self._ready.add(complete):
                 self._align_ready()
         waiting.written = True
         waiting.call = None if self._one_pass else call
@@ -274,7 +274,7 @@ class Tape:
         sums = {batch: each.copy() for batch, each in self._sums.items() if batch in sizes}
         calls = [call for call in self.calls if call.batch in sizes]
         for some in in_parts(resolved, plan):
-            for group in groups_of(calls, some):
+            for group in groups_of(calls, plan.sizes):
                 self._add(sums, group, some)
         totals = {batch: each.total() for batch, each in sums.items()}
         if len(sizes) == 1 and len(totals) == 1:

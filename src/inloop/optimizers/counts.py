@@ -1,8 +1,11 @@
-"""Which parameters have done equally many steps, where an optimizer counts them on the device.
+"""How many steps parameters have done, if all have done equally many. Optimizers may count on the device, and reading there would wait for it.
 
-Reading a count would wait for the device. Parameters whose counts were equal once, and that took part in the same steps since, have equal
+Parameters whose counts were equal once, and that took part in the same steps since, have equal
 counts. A step that an optimizer skips on the device (for a gradient that is not finite) counts for none of them.
 """
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,10 +23,23 @@ class StepCounts:
         ] = {}  # by the id of a parameter: its count, by which a loaded state is noticed
         self._num_steps = 0
 
-    def get(self, parameter: Tensor) -> Key | None:
-        """Return the parameter's key; None if its count is on the CPU, or not known."""
-        known = self._known.get(id(parameter))
-        return None if known is None else known[1]
+    def common(self, parameters: Sequence[Tensor], states: Sequence[Mapping[str, Any]]) -> float | Tensor | None:
+        """Return the number of steps of all parameters, on the device if it is counted there; None if they differ, or it is not known.
+
+        On the device it is in float64: fused optimizers count in float32.
+        """
+        counts = [state.get("step") for state in states]
+        if any(count is None for count in counts):
+            return None
+        if all(not isinstance(count, Tensor) or count.device.type == "cpu" for count in counts):
+            values = {float(count) for count in counts}  # type: ignore[arg-type]
+            return values.pop() if len(values) == 1 else None
+        keys = {self._known[id(p)][1] if id(p) in self._known else None for p in parameters}
+        if None in keys or len(keys) > 1:
+            return None
+        first = counts[0]
+        assert isinstance(first, Tensor)
+        return first.double()
 
     def add_step(self, optimizer: Optimizer) -> None:
         """Note a step that the optimizer has done."""

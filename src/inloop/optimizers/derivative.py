@@ -11,9 +11,10 @@ from torch.utils.hooks import RemovableHandle
 from inloop.errors import UsageError
 from inloop.hooks import Hook, remove_all
 from inloop.optimizers.counts import StepCounts
-from inloop.optimizers.registry import Group, State, derivative_of, of_many
+from inloop.optimizers.registry import Group, derivative_of, many_of
 
 _NOT_SEEN = {"gradient": None, "is_new": False}
+_NO_STATE: dict[str, Any] = {}
 
 Directions = Mapping[str, Tensor | None]
 SecondMoment = Literal["fixed", "moving"]
@@ -89,8 +90,7 @@ class StepDerivative:
                 groups.setdefault((number, index), []).append(name)
         for (number, index), names in groups.items():
             group = self._settings.get((number, index), self.optimizers[number].param_groups[index])
-            states = [self._state(number, name, is_over=True) for name in names]
-            results.update(self._apply(number, names, directions, states, group))
+            results.update(self._apply(number, names, directions, group, is_over=True))
         return results
 
     def of_next_step(self, directions: Mapping[str, Tensor]) -> Directions:
@@ -105,9 +105,8 @@ class StepDerivative:
             if self.optimizers[number].state or self._steps[number]:
                 groups.setdefault((number, index), []).append(name)
         for (number, index), names in groups.items():
-            states = [self._state(number, name, is_over=False) for name in names]
             group = self.optimizers[number].param_groups[index]
-            results.update(self._apply(number, names, directions, states, group))
+            results.update(self._apply(number, names, directions, group, is_over=False))
         return results
 
     def refuse_unknown(self, names: Iterable[str]) -> None:
@@ -115,22 +114,30 @@ class StepDerivative:
         for name in names:
             self._place_of(name, self._parameters[name])
 
+    def _apply(
+        self, number: int, names: Sequence[str], directions: Mapping[str, Tensor], group: Group, is_over: bool
+    ) -> Directions:
+        """``Pᵀ direction`` for parameters of one group: together if the optimizer's derivative allows it, else one by one.
+
+        Args:
+            is_over: Whether the step is, so that what was kept of it is known.
+        """
+        derivative, state = self._derivatives[number], self.optimizers[number].state
+        many = many_of(derivative)
+        if many is not None and not self._moving:
+            states = [state.get(self._parameters[name], _NO_STATE) for name in names]
+            count = self._counts.common([self._parameters[name] for name in names], states)
+            together = many([directions[name] for name in names], states, group, count)
+            if together is not None:
+                return dict(zip(names, together, strict=True))
+        return {name: derivative(directions[name], self._state(number, name, is_over), group) for name in names}
+
     def _state(self, number: int, name: str, is_over: bool) -> dict[str, Any]:
         """The optimizer's state for a parameter and, if its step is over, what was kept of that step."""
         parameter = self._parameters[name]
         key = id(parameter)
         seen = {"gradient": self._gradients.get(key), "is_new": key in self._is_new} if is_over else _NOT_SEEN
-        return {**self.optimizers[number].state.get(parameter, {}), **seen, "counted_as": self._counts.get(parameter)}
-
-    def _apply(
-        self, number: int, names: Sequence[str], directions: Mapping[str, Tensor], states: Sequence[State], group: Group
-    ) -> Directions:
-        """``Pᵀ direction`` for parameters of one group: together if the optimizer's derivative allows it, else one by one."""
-        derivative, wanted = self._derivatives[number], [directions[name] for name in names]
-        together = of_many(derivative, wanted, states, group)
-        if together is not None:
-            return dict(zip(names, together, strict=True))
-        return {n: derivative(directions[n], state, group) for n, state in zip(names, states, strict=True)}
+        return {**self.optimizers[number].state.get(parameter, {}), **seen}
 
     def _place_of(self, name: str, parameter: Tensor) -> tuple[int, int]:
         """The numbers of the optimizer that holds a parameter, and of its group."""

@@ -15,8 +15,10 @@ Group = Mapping[str, Any]
 # (direction, state of the parameter after the step, settings of its group in the step) -> Pᵀ direction; None for zero
 Derivative = Callable[[Tensor, State, Group], Tensor | None]
 
-# The same for several parameters of one group, with few kernels; None if these must be done one by one
-ManyDerivatives = Callable[[Sequence[Tensor], Sequence[State], Group], Sequence[Tensor] | None]
+# (directions, states, settings of their group, number of steps if it is the same for all) -> Pᵀ direction for several parameters, with few
+# kernels; None if these must be done one by one
+ManyDerivatives = Callable[[Sequence[Tensor], Sequence[State], Group, "Count | None"], Sequence[Tensor] | None]
+Count = float | Tensor
 
 _REGISTERED: dict[type[Optimizer], Derivative] = {}
 _MANY: dict[Derivative, ManyDerivatives] = {}
@@ -50,12 +52,9 @@ def register_many(derivative: Derivative, many: ManyDerivatives) -> None:
     _MANY[derivative] = many
 
 
-def of_many(
-    derivative: Derivative, directions: Sequence[Tensor], states: Sequence[State], group: Group
-) -> Sequence[Tensor] | None:
-    """Compute a derivative for many parameters at once; None if that is not possible."""
-    many = _MANY.get(derivative)
-    return None if many is None else many(directions, states, group)
+def many_of(derivative: Derivative) -> ManyDerivatives | None:
+    """Return how to compute a derivative for many parameters at once; None if that is not known."""
+    return _MANY.get(derivative)
 
 
 def derivative_of(optimizer: Optimizer) -> Derivative:

@@ -13,7 +13,7 @@ from torch.optim.adamax import Adamax
 from torch.optim.adamw import AdamW
 from torch.optim.sgd import SGD
 
-from inloop.optimizers.registry import Group, ManyDerivatives, State, register_derivative, register_many
+from inloop.optimizers.registry import Count, Group, ManyDerivatives, State, register_derivative, register_many
 
 
 def _diagonal(
@@ -56,11 +56,12 @@ def _slope_of_root(gradient: Tensor, root: Tensor, factor: Any) -> Tensor:
     return slope
 
 
-def _many_of_sgd(directions: Sequence[Tensor], states: Sequence[State], group: Group) -> Sequence[Tensor] | None:
-    factors = {_factor_of_sgd(state, group) for state in states}
-    if len(factors) > 1:
+def _many_of_sgd(
+    directions: Sequence[Tensor], states: Sequence[State], group: Group, count: Count | None
+) -> Sequence[Tensor] | None:
+    if group["dampening"]:
         return None
-    factor = factors.pop()
+    factor = _factor_of_sgd({}, group)
     return torch._foreach_mul(list(directions), -factor if group.get("maximize") else factor)
 
 
@@ -70,34 +71,26 @@ def _factor_of_sgd(state: State, group: Group) -> float:
         return cast(float, group["lr"])
     if group["nesterov"]:
         return cast(float, group["lr"] * (1 + momentum))
-    return cast(float, group["lr"] * (1 if state["is_new"] else 1 - group["dampening"]))
+    return cast(float, group["lr"] * (1 if not group["dampening"] or state["is_new"] else 1 - group["dampening"]))
 
 
 _diagonal(SGD, many=_many_of_sgd)(_factor_of_sgd)
 
 
-def _many_of_adam(directions: Sequence[Tensor], states: Sequence[State], group: Group) -> Sequence[Tensor] | None:
+def _many_of_adam(
+    directions: Sequence[Tensor], states: Sequence[State], group: Group, count: Count | None
+) -> Sequence[Tensor] | None:
     """With v fixed, for parameters that have done equally many steps: four operations on all of them."""
-    if any("exp_avg_sq" not in state or state["gradient"] is not None for state in states):
+    if count is None:
         return None
-    counts = {_comparable_count(state) for state in states}
-    if len(counts) > 1 or None in counts:
-        return None
-    (beta1, beta2), t = group["betas"], _count(states[0])
-    first, second = 1 - beta1**t, 1 - beta2**t
-    moment = "max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"
+    (beta1, beta2), moment = group["betas"], "max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"
+    first, second = 1 - beta1**count, 1 - beta2**count
     denominators = torch._foreach_sqrt([state[moment] for state in states])
     torch._foreach_add_(denominators, group["eps"] * second**0.5)
     products = torch._foreach_div(list(directions), denominators)
     factor = group["lr"] * (1 - beta1) * second**0.5 / first
     torch._foreach_mul_(products, -factor if group.get("maximize") else factor)
     return products
-
-
-def _comparable_count(state: State) -> object:
-    """Return the number of steps or, on a device, a key that is equal if it is; None if that is not known."""
-    step = state["step"]
-    return state["counted_as"] if isinstance(step, Tensor) and step.device.type != "cpu" else float(step)
 
 
 @_diagonal(Adam, AdamW, many=_many_of_adam)
