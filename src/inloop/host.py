@@ -29,6 +29,11 @@ def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
+def current_stream(device: torch.device) -> torch.Stream | None:
+    """The stream on which operations run now; None on a CPU."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
 def refuse_graph_capture() -> None:
     """Raise if a CUDA graph is being captured: it would repeat one step's choices and rewards for ever."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():

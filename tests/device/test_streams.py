@@ -12,6 +12,9 @@ from tests.device.problems import PROBLEMS
 from tests.device.runs import Run, held_out_loss
 
 
+pytestmark = pytest.mark.usefixtures("nothing_is_small")  # so that calls are aligned while the next gradient forms
+
+
 @pytest.fixture(autouse=True)
 def _streams_may_differ():
     """Torch warns of what is meant here: a node that adds up gradients on another stream than theirs."""
@@ -92,16 +95,7 @@ def test_kept_nodes_alone_do_not_race():
     assert not found, str(found)
 
 
-KEPT = pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="EarlyAlignment.gradient_arrived (alignment/early.py) runs on the node's stream; there Tape.align_early (alignment/tape.py) uses and frees "
-    "tensors that belong to the stream of the step before, without record_stream",
-)
-LATER = ("recompute", "previous", "held-out")  # aligned in learner.step, or at once
-
-
-@pytest.mark.parametrize("options", [name if name in LATER else pytest.param(name, marks=KEPT) for name in OPTIONS])
+@pytest.mark.parametrize("options", OPTIONS)
 def test_gradients_that_arrive_on_another_stream_do_not_race(options):
     run = Run("cuda", on_device=True, **OPTIONS[options])
     nodes = keep_accumulating_nodes(run.model)

@@ -9,6 +9,9 @@ nothing changes ``p.grad`` before ``learner.step``. Only this module knows wheth
     unknown ──a step had one backward pass──► on ──a second pass, or a gradient that changed──► off, for good
        └───────────────a step had several──────────────────────────────────────────────────────► off
 
+On a device a call is aligned early only if its gradients arrive on the stream on which the step that waits was finished. Else another stream might
+still write what the call has kept, and nodes that add up gradients may stay on a stream of their own, as under DDP.
+
 It is off with several processes or a sharded model, which average gradients after they arrive, and after an abandoned
 batch. The first gradient that proves not final costs this step and the one before their rewards; later steps
 wait for ``learner.step``.
@@ -17,12 +20,14 @@ wait for ``learner.step``.
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from inloop.alignment.direction import Compute, Direction
 from inloop.alignment.groups import Group
 from inloop.alignment.kept import Kept
 from inloop.alignment.tape import Tape
+from inloop.host import current_stream
 
 CHANGED_GRADIENTS = (
     "the gradients changed after the step's first backward pass (by another one, or by scaling or clipping), in which recorded "
@@ -44,6 +49,7 @@ class EarlyAlignment:
         self._gradients: dict[str, Tensor | None] = {}  # those that arrived
         self._ready = Group({})  # calls whose gradients are complete
         self._compute: Compute | None = None
+        self._stream: torch.Stream | None = None  # on which the waiting step was finished
 
     def begin(self, waiting: Tape | None, compute: Compute | None = None) -> None:
         """Begin a step whose gradient will reward the step on the tape ``waiting``, if any.
@@ -55,7 +61,7 @@ class EarlyAlignment:
         self._compute = compute
         if self.state != "on" or waiting is None:
             return
-        self._tape, self._ready = waiting, Group(waiting.plan.sizes)
+        self._tape, self._ready, self._stream = waiting, Group(waiting.plan.sizes), waiting.stream
         for call in waiting.calls:
             if not call.needs_backward:  # a backward pass cannot run inside another
                 names = set(call.parameter_names.values())
@@ -73,7 +79,7 @@ class EarlyAlignment:
     def gradient_arrived(self, name: str, gradient: Tensor) -> None:
         """Align calls whose gradients are complete, now that a backward pass has finished the one of ``name``."""
         users = None if gradient.is_sparse else self._users.pop(name, None)
-        if users is None:
+        if users is None or current_stream(gradient.device) != self._stream:
             return
         self._gradients[name] = gradient.detach()
         is_full = False

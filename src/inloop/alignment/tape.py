@@ -23,7 +23,7 @@ from inloop.alignment.plan import Plan
 from inloop.alignment.sums import Sums
 from inloop.alignment.verify import refuse_unseen_uses, verify_calls
 from inloop.errors import BatchSizeError, OverwrittenTensorError, UnsupportedLayerError, UsageError
-from inloop.host import refuse_graph_capture, to_device
+from inloop.host import current_stream, refuse_graph_capture, to_device
 
 Reduction = Literal["mean", "sum"]
 Retention = Literal["exact", "half", "recompute"]
@@ -66,8 +66,10 @@ class Tape:
         reached: How many backward passes reached each parameter.
         missed_a_pass: Whether a call received another gradient after its input was released.
         lost_gradients: Whether gradients were cleared between two backward passes.
+        stream: On which the tape was closed, so that all it has kept is there; None on a CPU.
     """
 
+    stream: torch.Stream | None = None
     mean_over: float | None = None
     first_parameters: list[Tensor] | None = None  # those that the data meets first, for replay.py
 
@@ -206,6 +208,8 @@ class Tape:
     def close(self) -> None:
         """Record nothing more, also of backward passes still to come, and release the waiting calls."""
         self._align_ready()
+        if self._is_open and self.calls:
+            self.stream = current_stream(self.calls[0].device)
         self._is_open = False
         for waiting in self._waiting:
             waiting.call = None

@@ -86,7 +86,11 @@ def _many_of_adam(
     (beta1, beta2), moment = group["betas"], "max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"
     first, second = 1 - beta1**count, 1 - beta2**count
     denominators = torch._foreach_sqrt([state[moment] for state in states])
-    torch._foreach_add_(denominators, group["eps"] * second**0.5)
+    least = group["eps"] * second**0.5
+    if isinstance(least, Tensor):  # _foreach_add_ would read it on the host
+        torch.ops.aten._foreach_add_.Tensor(denominators, least)
+    else:
+        torch._foreach_add_(denominators, least)
     products = torch._foreach_div(list(directions), denominators)
     factor = group["lr"] * (1 - beta1) * second**0.5 / first
     torch._foreach_mul_(products, -factor if group.get("maximize") else factor)
