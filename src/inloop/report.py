@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from inloop.policies import Policy, RewardSummary, concatenate
+from inloop.rewards import deviation
 from inloop.step import Draw
 
 log = logging.getLogger("inloop")
@@ -131,7 +132,7 @@ def summarise_rewards(policy: Policy, draws: Sequence[Draw], rewards_N: Tensor) 
     values_N = rewards_N.numpy()
     return {
         "reward_mean": float(values_N.mean()),
-        "reward_std": float(values_N.std(ddof=1)) if len(values_N) > 1 else 0.0,
+        "reward_std": deviation(values_N),
         "rewards": policy.summarise(
             draws[0].rewarded if len(draws) == 1 else concatenate([draw.rewarded for draw in draws]), rewards_N
         ),

@@ -6,8 +6,9 @@ loss                         r_i = l_i(θ_t)                        for baseline
 """
 
 from abc import ABC, abstractmethod
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -71,6 +72,13 @@ class ExampleLoss(Reward):
                 "The reward 'loss' needs the loss of each example. Fix: call learner.step(losses.mean(), losses=losses)."
             )
         return step.losses_N
+
+
+def deviation(values_N: np.ndarray[Any, Any]) -> float:
+    """The unbiased standard deviation; exactly 0 for equal values, whose mean may differ from them by rounding."""
+    if len(values_N) < 2 or values_N.min() == values_N.max():
+        return 0.0
+    return float(values_N.std(ddof=1))
 
 
 _REWARDS: dict[str, type[Reward]] = {"gar": GradientAlignment, "nslr": NextStepLoss, "loss": ExampleLoss}

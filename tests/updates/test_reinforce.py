@@ -42,6 +42,11 @@ def test_normalise():
     assert normalise(torch.zeros(0)).shape == (0,)
 
 
+def test_equal_rewards_are_normalised_to_zero():
+    for number in range(2, 40):
+        assert not normalise(torch.full((number,), -1.0 / 3, dtype=torch.float64)).any()  # a mean may be off by rounding
+
+
 @pytest.mark.parametrize("normalisation", ["step", "center", "none"])
 def test_one_update_climbs_the_accumulated_gradient(normalisation):
     policy = MixturePolicy(3)

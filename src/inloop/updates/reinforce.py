@@ -6,7 +6,6 @@ with φ_t the parameters that drew a_i. After ``accumulate`` steps the policy's 
 -α/n that the paper's equation 3 leaves out, and with w = r, this estimates the gradient of the next step's loss.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any, get_args
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from inloop.errors import UsageError
 from inloop.policies import Policy
-from inloop.rewards import NextStepLoss, Normalisation, Reward
+from inloop.rewards import NextStepLoss, Normalisation, Reward, deviation
 from inloop.step import Draw
 from inloop.updates.update import Update
 
@@ -138,13 +137,9 @@ class Reinforce(Update):
 
 def normalise(rewards_N: Tensor) -> Tensor:
     """``(r - mean) / std`` with the unbiased std; zero where there is no spread, as for a batch of one."""
-    number = len(rewards_N)
-    if number < 2:
-        return torch.zeros_like(rewards_N)
     values_N = rewards_N.numpy()
-    centred_N = values_N - values_N.sum() / number
-    std = math.sqrt(centred_N @ centred_N / (number - 1))
-    return torch.from_numpy(centred_N / std) if std > 0 else torch.zeros_like(rewards_N)
+    std = deviation(values_N)
+    return torch.from_numpy((values_N - values_N.mean()) / std) if std > 0 else torch.zeros_like(rewards_N)
 
 
 def _mean_and_std(count: float, total: float, squares: float) -> tuple[float, float]:
