@@ -66,11 +66,6 @@ def attention_with_two_kernels(q, k, v, attn_mask=None, dropout_p=0.0, is_causal
     return FusedAttention.apply(q, k, v, kept.mT) if is_fused else weighted_values(q, k, v, kept)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=UnsupportedLayerError,
-    reason="'gives another output when it is run again': BlackBoxCall.align (alignment/black_box.py) runs again with the kernel of plain operations only",
-)
 def test_attention_has_the_rewards_of_the_fused_kernels_dropout(monkeypatch):
     monkeypatch.setattr(F, "scaled_dot_product_attention", attention_with_two_kernels)
     assert error_of_rewards(PROBLEMS["attention"].model()) < 1e-9
@@ -114,16 +109,9 @@ def with_lstm(kind, dropout):
     return model
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="refused without the reason: BlackBoxCall.align (alignment/black_box.py) runs again without cuDNN, whose dropout follows no generator of torch",
-)
-def test_an_lstm_has_the_rewards_of_cudnns_dropout_or_is_refused_for_it():
-    try:
-        assert error_of_rewards(with_lstm(CuDnnLSTM, 0.3)) < 1e-9
-    except UnsupportedLayerError as error:
-        assert "cuDNN" in str(error)  # noqa: PT017  either is right
+def test_an_lstm_with_cudnns_dropout_is_refused_for_it():
+    with pytest.raises(UnsupportedLayerError, match="cuDNN draws"):
+        error_of_rewards(with_lstm(CuDnnLSTM, 0.3))
 
 
 def test_an_lstm_that_is_rounded_in_the_step_alone_is_not_refused():

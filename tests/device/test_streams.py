@@ -11,7 +11,6 @@ from tests.device.pretend_cuda.watching import races
 from tests.device.problems import PROBLEMS
 from tests.device.runs import Run, held_out_loss
 
-
 pytestmark = pytest.mark.usefixtures("nothing_is_small")  # so that calls are aligned while the next gradient forms
 
 

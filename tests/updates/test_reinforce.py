@@ -44,7 +44,9 @@ def test_normalise():
 
 def test_equal_rewards_are_normalised_to_zero():
     for number in range(2, 40):
-        assert not normalise(torch.full((number,), -1.0 / 3, dtype=torch.float64)).any()  # a mean may be off by rounding
+        assert not normalise(
+            torch.full((number,), -1.0 / 3, dtype=torch.float64)
+        ).any()  # a mean may be off by rounding
 
 
 @pytest.mark.parametrize("normalisation", ["step", "center", "none"])

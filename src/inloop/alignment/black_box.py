@@ -26,6 +26,10 @@ from inloop.alignment.kept import Kept, tensors_in
 from inloop.errors import UnsupportedLayerError
 
 
+class _OtherOutputError(UnsupportedLayerError):
+    """A module gave another output when it was run again."""
+
+
 @dataclass(frozen=True, slots=True)
 class BeforeCall:
     """A module's state before its forward pass: a twin (parameters, buffers), the random state, the input versions.
@@ -92,7 +96,13 @@ class RunAgain(Recorded):
             for out, then in zip(outputs, self.fingerprints, strict=True)
         )
         if not same:
-            raise UnsupportedLayerError(
+            if recurrent := next(filter(_draws_by_cudnn, self.layer.modules()), None):
+                raise _OtherOutputError(
+                    f"{repr(self.name) if self.name else 'The model'} cannot be run again: between the layers of its {type(recurrent).__name__}, cuDNN draws "
+                    "dropout from a state of its own, which cannot be restored. Fix: torch.backends.cudnn.enabled = False, or dropout=0 and nn.Dropout "
+                    "between recurrent modules of one layer each, or leave the module out with layers=."
+                )
+            raise _OtherOutputError(
                 f"{repr(self.name) if self.name else 'The model'} ({type(self.layer).__name__}) gives another output when it is run again "
                 "with the same input, parameters, buffers and torch random state. Its forward depends on something else: state kept "
                 "in attributes, Python's random, a method or child held outside the module; or optimizer.step() came before "
@@ -120,9 +130,14 @@ class BlackBoxCall(RunAgain):
     def align(self, direction: Mapping[str, Tensor | None], magnitudes: bool = False) -> Tensor:
         """Align; see the module docstring. Magnitudes within an example are unknown; the contributions serve."""
         self.refuse_overwritten()
-        # These kernels can be differentiated twice.
-        kernels = sdpa_kernel(SDPBackend.MATH), torch.backends.cudnn.flags(enabled=False)
-        with kernels[0], kernels[1], self.randomness(), torch.enable_grad():
+        try:
+            with sdpa_kernel(SDPBackend.MATH), torch.backends.cudnn.flags(enabled=False):  # can be differentiated twice
+                return self._align_by_these_kernels(direction)
+        except _OtherOutputError:  # they may draw the mask of dropout in another order than those of step t
+            return self._align_by_these_kernels(direction)
+
+    def _align_by_these_kernels(self, direction: Mapping[str, Tensor | None]) -> Tensor:
+        with self.randomness(), torch.enable_grad():
             parameters = {
                 name: value.detach().requires_grad_(name in self.parameter_names)
                 for name, value in self.layer.named_parameters(remove_duplicate=False)
@@ -149,6 +164,11 @@ def fingerprint(out: Tensor) -> Tensor:
     values = real if real.is_floating_point() else real.double()
     values = values.reshape(len(out) if out.dim() else 1, -1) if out.numel() else values.new_zeros(1, 1)
     return torch.stack([values.sum(dim=1, dtype=torch.float64), values.abs().sum(dim=1, dtype=torch.float64)])
+
+
+def _draws_by_cudnn(module: nn.Module) -> bool:
+    is_recurrent = isinstance(module, nn.RNNBase) and module.training and module.dropout > 0
+    return is_recurrent and torch.backends.cudnn.enabled and any(p.is_cuda for p in module.parameters())
 
 
 def _is_same_output(now: Tensor, then: Tensor, dtype: torch.dtype) -> bool:
