@@ -51,7 +51,8 @@ def compare(model: nn.Module, batch: Any, losses: Losses, options: dict[str, Any
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     generator = torch.Generator().manual_seed(0)
     direction = {
-        name: torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p) for name, p in named.items()
+        name: torch.randn(p.shape, generator=generator, dtype=torch.float64, device="cpu").to(p)
+        for name, p in named.items()
     }
     brute = _brute_force(losses_N, named, direction)
     if not _adds_up(brute, named, direction):  # a graph whose backward pass cannot be repeated, as of reversible layers
@@ -83,7 +84,7 @@ def _brute_force(losses_N: Tensor, named: dict[str, nn.Parameter], direction: di
         for (name, values), gradient in zip(rows.items(), gradients, strict=True):
             dense = gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
             values.append(0.0 if dense is None else float((dense * direction[name]).sum()))
-    return {name: torch.tensor(values, dtype=torch.float64) for name, values in rows.items()}
+    return {name: torch.tensor(values, dtype=torch.float64, device="cpu") for name, values in rows.items()}
 
 
 def _adds_up(brute: dict[str, Tensor], named: dict[str, nn.Parameter], direction: dict[str, Tensor]) -> bool:
@@ -113,7 +114,7 @@ def _brute_force_anew(
         for name, parameter in named.items():
             gradient = parameter.grad
             rows[name].append(0.0 if gradient is None else float((gradient.to_dense() * direction[name]).sum()))
-    return {name: torch.tensor(values, dtype=torch.float64) for name, values in rows.items()}
+    return {name: torch.tensor(values, dtype=torch.float64, device="cpu") for name, values in rows.items()}
 
 
 def _costs(tape: Tape, direction: dict[str, Tensor]) -> dict[str, tuple[str, float, float]]:

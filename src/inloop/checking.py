@@ -151,7 +151,7 @@ def _interact(model: nn.Module, batch: Any, losses: Losses) -> bool:
             return losses(copy.deepcopy(model), batch).double()
 
     before_N = losses_with(batch)
-    is_replaced_N = torch.arange(len(before_N)) < len(before_N) // 2
+    is_replaced_N = torch.arange(len(before_N), device="cpu") < len(before_N) // 2
     for replaced_N in (is_replaced_N, ~is_replaced_N):
         ((others,), _) = exchanged(((batch,), {}), neighbours(replaced_N), folded="together")
         change_N = (losses_with(others) - before_N).abs()

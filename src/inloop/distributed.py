@@ -50,7 +50,7 @@ def rank() -> int:
 
 def gather_numbers(*numbers: float) -> Tensor:
     """The numbers of all processes, [W, len(numbers)]."""
-    return gather_rows(torch.tensor([numbers], dtype=torch.float64), [1] * world_size())
+    return gather_rows(torch.tensor([numbers], dtype=torch.float64, device="cpu"), [1] * world_size())
 
 
 def gather_counts(count: int) -> tuple[int, ...]:
@@ -67,7 +67,7 @@ def gather_rows(rows: Tensor, counts: Sequence[int]) -> Tensor:
     """
     if not is_distributed():
         return rows
-    padded = torch.zeros((max(counts), *rows.shape[1:]), dtype=rows.dtype)
+    padded = torch.zeros((max(counts), *rows.shape[1:]), dtype=rows.dtype, device="cpu")
     padded[: len(rows)] = rows.detach().cpu()
     parts = [torch.empty_like(padded) for _ in counts]
     with _others_may_be_gone():

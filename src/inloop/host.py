@@ -17,11 +17,14 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors on the CPU, packed into one transfer. float64 holds float32 and labels exactly."""
+    """Return the tensors on the CPU, packed into one transfer, in a precision that holds all of them.
+
+    Whole numbers are taken to be labels: below 2^24, which float32 holds exactly.
+    """
     away = [tensor.detach() for tensor in tensors if tensor.device.type != "cpu"]
     if not away:
         return [tensor.detach() for tensor in tensors]
-    packed = torch.cat([tensor.flatten().to(away[0].device, torch.float64) for tensor in away]).cpu()
+    packed = torch.cat([tensor.flatten().to(away[0].device) for tensor in away]).cpu()
     parts = iter(packed.split([tensor.numel() for tensor in away]))
     return [
         tensor.detach() if tensor.device.type == "cpu" else next(parts).view(tensor.shape).to(tensor.dtype)

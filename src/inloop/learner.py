@@ -204,7 +204,7 @@ class InLoop:
             if problem is not None:
                 return self._drop(current, step, problem)
         if self.statistics is not None:
-            self.statistics.count(draws, told.with_tensors(others[len(rewards) :]))
+            self.statistics.count(draws, told.read(others[len(rewards) :]))
         lag = self._lag(draws)
         results: dict[str, Any] = {"dropped": dropped}
         if step is not None and rewards:

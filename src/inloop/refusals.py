@@ -45,7 +45,7 @@ def as_scalar(loss: Tensor | float) -> Tensor:
                 f"learner.step was given a loss of shape {tuple(loss.shape)}; the step's scalar loss is needed."
             )
         return whole(loss.detach()).reshape(())
-    return torch.tensor(float(loss), dtype=torch.float64)
+    return torch.tensor(float(loss), dtype=torch.float64, device="cpu")
 
 
 def scale_of(scaler: torch.amp.GradScaler | None) -> float:
@@ -69,8 +69,11 @@ def gradient_norm(gradients: Direction) -> Tensor:
         if gradient is not None:
             values = _values(gradient) if gradient.is_sparse else gradient
             (sharded if type(values) is not Tensor and is_sharded(values) else plain).append(values)
+    if not sharded and len({(values.device, values.dtype) for values in plain}) == 1:
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(plain)))
+        return norm  # get_total_norm takes twice the time
     norms = [whole(get_total_norm(group)) for group in (plain, sharded) if group]
-    return norms[0] if len(norms) == 1 else torch.tensor(math.hypot(*map(float, norms)))
+    return norms[0] if len(norms) == 1 else torch.tensor(math.hypot(*map(float, norms)), device="cpu")
 
 
 def are_gone(tape: Tape | None, gradients: Direction) -> bool:

@@ -57,7 +57,7 @@ class NextStepLoss(Reward):
     normalisation: Normalisation = "none"
 
     def __call__(self, step: Step, judge: Judge) -> Tensor:
-        return torch.full((step.num_examples,), -float(judge.loss), dtype=torch.float64)
+        return torch.full((step.num_examples,), -float(judge.loss), dtype=torch.float64, device="cpu")
 
 
 class ExampleLoss(Reward):

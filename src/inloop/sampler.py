@@ -57,7 +57,7 @@ class Sampler:
         if draw.num_everyone == 0:
             return draw
         some = max(1, round(part * draw.num_everyone))
-        rows = torch.randperm(draw.num_everyone, generator=self.generator)[:some].sort().values
+        rows = torch.randperm(draw.num_everyone, generator=self.generator, device="cpu")[:some].sort().values
         return replace(draw, rewarded_rows=rows)
 
     def chosen_elsewhere(self, actions: Actions, version: int) -> Draw:
@@ -104,7 +104,7 @@ class Sampler:
 
     def _copy_of_policy(self) -> Policy:
         """The policy as it is now; draws share one copy until it changes."""
-        value = _value_of(self.policy)
+        value = self.policy.value()
         if self._copy is None or self._value != value:
             self._copy, self._value, self._probabilities = copy.deepcopy(self.policy), value, None
         return self._copy
@@ -115,9 +115,3 @@ class Sampler:
         if self._probabilities is None:
             self._probabilities = policy.probabilities()
         return self._probabilities
-
-
-def _value_of(policy: Policy) -> tuple[bytes, ...]:
-    """The values of all tensors of a policy: it may be changed by anybody, and fused optimizers do not raise the versions of tensors."""
-    tensors = (*policy.parameters(), *policy.buffers())
-    return tuple([tensor.detach().flatten().view(torch.uint8).numpy().tobytes() for tensor in tensors])

@@ -43,7 +43,7 @@ class Draw:
         """How many of them each process has."""
         if self.rewarded_rows is None:
             return self.counts
-        ends = torch.tensor(self.counts).cumsum(0)
+        ends = torch.tensor(self.counts, device="cpu").cumsum(0)
         return tuple(
             torch.bincount(torch.bucketize(self.rewarded_rows, ends, right=True), minlength=len(ends)).tolist()
         )
@@ -96,7 +96,7 @@ class Draw:
         drawn_by.load_state_dict(state["policy"])
         counts, processes = tuple(state["counts"]), world_size()
         if len(counts) != processes:
-            counts = tuple(len(part) for part in torch.arange(sum(counts)).tensor_split(processes))
+            counts = tuple(len(part) for part in torch.arange(sum(counts), device="cpu").tensor_split(processes))
         return cls(state["everyone"], counts, drawn_by, state["version"], state["plain"], state["rewarded_rows"])
 
 

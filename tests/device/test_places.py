@@ -11,15 +11,6 @@ from tests.device.pretend_cuda.watching import host_synchronisations
 from tests.device.problems import PROBLEMS
 from tests.device.runs import Run, assert_same_rewards
 
-
-def fails(reason, raises=RuntimeError):
-    return pytest.mark.xfail(strict=True, raises=raises, reason=reason)
-
-
-DEFAULT = fails(
-    "a device error: policies, mixtures, statistics and the probe make new tensors on the default device, and choose on the CPU"
-)
-
 # ------------------------------------------------------------------ what users give
 
 
@@ -91,7 +82,6 @@ def default_device():
     torch.set_default_device(None)
 
 
-@DEFAULT
 def test_new_tensors_may_be_on_the_device_by_default(default_device):
     run = Run("cuda", update=lambda run: Reinforce(accumulate=1)).train(6)
     assert not run.learner.policy.scores.is_cuda
@@ -103,7 +93,6 @@ def test_new_tensors_may_be_on_the_device_by_default(default_device):
     assert printed == str(other.learner)
 
 
-@DEFAULT
 def test_default_generators_go_with_a_default_device(default_device):
     problem = PROBLEMS["mlp"]
     mixture, model = Mixture(problem.sources()), problem.model().cuda()

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from inloop.alignment.rules import Rule
 
 _PART_BYTES = 1 << 22
-_NOTHING = torch.empty(0)
+_NOTHING = torch.empty(0, device="cpu")
 
 
 @dataclass(frozen=True, slots=True)

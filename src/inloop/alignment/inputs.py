@@ -95,7 +95,7 @@ def exchanged(
 
 def neighbours(replaced_N: Tensor) -> Tensor:
     """Return the numbers for :func:`exchanged` with which each replaced example equals the one before it in the batch, [N]."""
-    places_N = torch.arange(len(replaced_N))
+    places_N = torch.arange(len(replaced_N), device="cpu")
     return torch.where(replaced_N, places_N.roll(1), places_N)
 
 
@@ -119,13 +119,13 @@ def have_objects(inputs: Any) -> bool:
 
 def example_of_row(packed: PackedSequence) -> Tensor:
     """Return the example of each row of a packed sequence: every position has the long enough ones, longest first."""
-    ranks = torch.cat([torch.arange(int(count)) for count in packed.batch_sizes]).to(packed.data.device)
+    ranks = torch.cat([torch.arange(int(count), device="cpu") for count in packed.batch_sizes]).to(packed.data.device)
     return ranks if packed.sorted_indices is None else packed.sorted_indices[ranks]
 
 
 def _exchanged_packed(packed: PackedSequence, origin_N: Tensor) -> PackedSequence:
     data = packed.data.detach()
-    replaced_N = origin_N != torch.arange(len(origin_N))
+    replaced_N = origin_N != torch.arange(len(origin_N), device="cpu")
     rows = replaced_N.to(data.device)[example_of_row(packed)].view(-1, *[1] * (data.dim() - 1))
     return packed._replace(data=torch.where(rows, data.flip(0), data))
 

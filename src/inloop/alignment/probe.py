@@ -193,9 +193,9 @@ def _differ(inputs: Inputs, others: Inputs) -> bool:
 
 def _groups(num_examples: int) -> list[Tensor]:
     """Return masks of two halves of the examples, [N], that overlap by half: rows in another order do not fit both."""
-    order = torch.randperm(num_examples, generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(num_examples, generator=torch.Generator().manual_seed(0), device="cpu")
     half, start = num_examples // 2, max(1, num_examples // 4)
-    groups = torch.zeros(2, num_examples, dtype=torch.bool)
+    groups = torch.zeros(2, num_examples, dtype=torch.bool, device="cpu")
     groups[0, order[:half]] = True
     groups[1, order[start : start + half]] = True
     return list(groups)
@@ -245,8 +245,10 @@ def _find_moved(
 
     They move to any place: a model that moves its examples on by one, and back, would pass if they were only moved on by one.
     """
-    order_N = torch.randperm(num_examples, generator=torch.Generator().manual_seed(1))
-    if len(((order_N - torch.arange(num_examples)) % num_examples).unique()) == 1:  # all moved on alike, or none
+    order_N = torch.randperm(num_examples, generator=torch.Generator().manual_seed(1), device="cpu")
+    if (
+        len(((order_N - torch.arange(num_examples, device="cpu")) % num_examples).unique()) == 1
+    ):  # all moved on alike, or none
         order_N[:2] = order_N[:2].flip(0)
 
     def moved(rows: Tensor, rows_after: Tensor) -> Tensor:
@@ -345,7 +347,7 @@ def _sample(model: nn.Module, dropout: bool = True) -> nn.Module:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         value = parameter.detach()
         if value.is_floating_point() and not bool(value.any()):
-            value = (0.02 * torch.randn(value.shape, generator=generator)).to(value)
+            value = (0.02 * torch.randn(value.shape, generator=generator, device="cpu")).to(value)
         parameters[name] = value.requires_grad_(parameter.requires_grad)
     twin = make_twin(model, parameters, copy_tensors=True)
     for module in twin.modules():

@@ -336,11 +336,12 @@ class Tape:
 
     def refuse_other_number(self) -> None:
         """Raise if the model was given more examples than its layers saw in one call, and called them as often as it takes."""
-        calls = Counter((call.batch, call.name) for call in self.seen)
         for batch, size in self.batch_sizes().items():
             given = self.given.get(batch, size)
-            often = max(count for (of_batch, _), count in calls.items() if of_batch == batch)
-            if given > size and often * size == given:
+            if given <= size:
+                continue
+            calls = Counter(call.name for call in self.seen if call.batch == batch)
+            if max(calls.values()) * size == given:
                 raise BatchSizeError(
                     f"The model was given {given} examples, and its layers saw {size} at a time: they pass through it one after the other, and "
                     "cannot be told apart. Fix: give the layers the whole batch at once."

@@ -67,7 +67,7 @@ def _rows_first(out: Tensor, n: int) -> Tensor | None:
 
 
 def _random_like(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    return torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor)
+    return torch.randn(tensor.shape, generator=generator, dtype=torch.float64, device="cpu").to(tensor)
 
 
 def _brute_force(

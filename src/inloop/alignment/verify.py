@@ -99,7 +99,7 @@ def _that_add_up_together(
     least = _TINY * max(norms.values(), default=0.0)
     chosen = sorted(name for name in gradients if norms[name] > least)
     generator = torch.Generator().manual_seed(0)
-    factors = dict(zip(chosen, (1 + torch.rand(len(chosen), generator=generator)).tolist(), strict=True))
+    factors = dict(zip(chosen, (1 + torch.rand(len(chosen), generator=generator, device="cpu")).tolist(), strict=True))
     direction = {name: gradients[name] * (factors[name] / norms[name] ** 2) for name in chosen}
     total = magnitude = 0.0
     for call in calls:
@@ -121,7 +121,10 @@ def _units(gradients: Mapping[str, Tensor | None], names: Collection[str]) -> di
 def _mean_over_processes(sums: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
     """Average over processes: each accounts for its own examples, and gradients are means over processes."""
     names = sorted(sums)
-    means = sum_over_processes(torch.tensor([sums[name] for name in names], dtype=torch.float64)) / world_size()
+    means = (
+        sum_over_processes(torch.tensor([sums[name] for name in names], dtype=torch.float64, device="cpu"))
+        / world_size()
+    )
     return {name: (total, magnitude) for name, (total, magnitude) in zip(names, means.tolist(), strict=True)}
 
 

@@ -119,7 +119,7 @@ def _plan(operation_NR: Tensor) -> _Plan:
     primitives = list(dict.fromkeys(operation.primitive for operation in found))
     sequence = sorted(range(len(found)), key=lambda i: primitives.index(found[i].primitive))
     operations = [found[i] for i in sequence]
-    rank_E = torch.tensor(sequence, dtype=torch.long).argsort()[which_E]
+    rank_E = torch.tensor(sequence, dtype=torch.long, device="cpu").argsort()[which_E]
     key_E = turn_NR[row_E, place_E] * len(operations) + rank_E
     key_E, order_E = key_E.sort(stable=True)
     row_E, place_E, rank_E = row_E[order_E], place_E[order_E], rank_E[order_E]
@@ -178,7 +178,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 def _size(images: Tensor) -> Tensor:
     """Width and height of images; 1 for other examples."""
     sides = images.shape[:1:-1] if images.ndim == 4 else (1, 1)
-    return torch.tensor(sides, dtype=torch.float64)
+    return torch.tensor(sides, dtype=torch.float64, device="cpu")
 
 
 def apply_operation(
@@ -214,14 +214,14 @@ def apply_operation(
     if not bool(((strength_N >= 0) & (strength_N < STRENGTHS)).all()) or strength_N.dtype.is_floating_point:
         got = f"{strength_N.dtype} from {strength_N.min().item()} to {strength_N.max().item()}"
         raise UsageError(f"Operation '{name}': strengths are whole numbers 0..{STRENGTHS - 1}; got {got}.")
-    magnitude_N = torch.tensor(magnitudes, dtype=torch.float64)[strength_N.long().cpu()].to(images.device)
+    magnitude_N = torch.tensor(magnitudes, dtype=torch.float64, device="cpu")[strength_N.long().cpu()].to(images.device)
     if operation.signed:
         sign_N = draw_signs((n,), generator) if sign_N is None else _one_for_each("sign_N", sign_N, n)
         if not bool((sign_N.abs() == 1).all()):
             raise UsageError(f"Operation '{name}': signs are +1 or -1; got {sorted(set(sign_N.tolist()))}.")
         magnitude_N = magnitude_N * sign_N.to(magnitude_N)
     if center_N2 is None:
-        center_N2 = torch.rand(n, 2, dtype=torch.float64, generator=generator) * _size(images)
+        center_N2 = torch.rand(n, 2, dtype=torch.float64, generator=generator, device="cpu") * _size(images)
     center_N2 = torch.as_tensor(center_N2)
     if center_N2.shape != (n, 2):
         raise UsageError(f"center_N2 has shape {list(center_N2.shape)}; give (x, y) in pixels for each of {n} images.")
@@ -238,7 +238,7 @@ def _check_tensor(images: object) -> None:
 
 
 def draw_signs(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-    return torch.randint(2, shape, generator=generator) * 2 - 1
+    return torch.randint(2, shape, generator=generator, device="cpu") * 2 - 1
 
 
 def _one_for_each(what: str, value: Tensor | int, n: int) -> Tensor:

@@ -28,7 +28,7 @@ class UniformAugment:
     def sample(self, n: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         choice_NR = draw_operations(n, 2, len(self.space), self.replacement, generator)
         strength_NR = draw_strengths((n, 2), generator)
-        done_NR = torch.rand(n, 2, generator=generator) < 0.5
+        done_NR = torch.rand(n, 2, generator=generator, device="cpu") < 0.5
         return make_record(self.space, choice_NR, strength_NR, done_NR, generator)
 
 

@@ -61,15 +61,17 @@ class AugmentPolicy(Policy):
             most = "" if replacement else f" to {num_operations}, as many as the space has operations"
             raise UsageError(f"numbers={numbers}: give different whole numbers from 1{most}.")
         self.replacement = replacement
-        self.register_buffer("numbers", torch.tensor(list(numbers)), persistent=False)
+        self.register_buffer("numbers", torch.tensor(list(numbers), device="cpu"), persistent=False)
         self.alternatives = frozenset({"number_logits", "strength_logits"})
-        self.number_logits = nn.Parameter(torch.zeros(len(numbers)))
-        self.keep_logits = nn.Parameter(torch.zeros(num_operations))
-        self.strength_logits = nn.Parameter(torch.zeros(num_operations, STRENGTHS))
+        self.number_logits = nn.Parameter(torch.zeros(len(numbers), device="cpu"))
+        self.keep_logits = nn.Parameter(torch.zeros(num_operations, device="cpu"))
+        self.strength_logits = nn.Parameter(torch.zeros(num_operations, STRENGTHS, device="cpu"))
         # The meaning of the logits: a state with another meaning is refused.
         codes = [get_operation(name).code for name in self.space.operations]
         magnitudes = [m for name in self.space.operations for m in self.space.magnitudes[name]]
-        self.register_buffer("meaning", torch.tensor([*numbers, *codes, *magnitudes], dtype=torch.float64))
+        self.register_buffer(
+            "meaning", torch.tensor([*numbers, *codes, *magnitudes], dtype=torch.float64, device="cpu")
+        )
 
     numbers: Tensor
     meaning: Tensor
@@ -90,15 +92,15 @@ class AugmentPolicy(Policy):
         number_N = torch.multinomial(self.number_logits.softmax(0), n, replacement=True, generator=generator)
         most = int(self.numbers.max())
         choice_NR = draw_operations(n, most, len(self.space), self.replacement, generator)
-        keep_NR = torch.rand(n, most, generator=generator) < self.keep_logits.sigmoid()[choice_NR]
+        keep_NR = torch.rand(n, most, generator=generator, device="cpu") < self.keep_logits.sigmoid()[choice_NR]
         p_MS = self.strength_logits.softmax(1)[choice_NR.flatten()]
         strength_NR = torch.multinomial(p_MS, 1, generator=generator).view(n, most)
         return self._actions(number_N, choice_NR, keep_NR, strength_NR, generator)
 
     def neutral(self, n: int, generator: torch.Generator | None = None) -> dict[str, Actions]:
         """No operation."""
-        none_NR = torch.zeros(n, int(self.numbers.max()), dtype=torch.long)
-        number_N = torch.zeros(n, dtype=torch.long)
+        none_NR = torch.zeros(n, int(self.numbers.max()), dtype=torch.long, device="cpu")
+        number_N = torch.zeros(n, dtype=torch.long, device="cpu")
         return self._actions(number_N, none_NR, none_NR.bool(), none_NR, generator)
 
     def _actions(
@@ -115,7 +117,7 @@ class AugmentPolicy(Policy):
 
     def _is_used(self, number_N: Tensor, choice_NR: Tensor) -> Tensor:
         """[N, R]: whether the r-th place is among the first ``numbers[number]``."""
-        return torch.arange(choice_NR.shape[1]) < self.numbers[number_N].unsqueeze(1)
+        return torch.arange(choice_NR.shape[1], device="cpu") < self.numbers[number_N].unsqueeze(1)
 
     def log_prob(self, actions: Actions) -> Tensor:
         number_N, choice_NR, keep_NR, strength_NR = self._drawn(actions)
@@ -131,7 +133,7 @@ class AugmentPolicy(Policy):
         """For each number r, the log-probability of one ordered draw of r operations."""
         a = len(self.space)
         log = [-sum(math.log(a if self.replacement else a - i) for i in range(r)) for r in self.numbers.tolist()]
-        return torch.tensor(log, dtype=self.number_logits.dtype)
+        return torch.tensor(log, dtype=self.number_logits.dtype, device="cpu")
 
     def _drawn(self, actions: Actions) -> list[Tensor]:
         names = ("number", "choice", "keep", "strength")

@@ -44,14 +44,20 @@ class SubPolicies:
 
     def __init__(self, sub_policies: list[list[Entry]]) -> None:
         self.sub_policies = sub_policies
-        self.code_PR = torch.tensor([[get_operation(e.operation).code for e in sub] for sub in sub_policies])
-        self.signed_PR = torch.tensor([[get_operation(e.operation).signed for e in sub] for sub in sub_policies])
-        self.probability_PR = torch.tensor([[e.probability for e in sub] for sub in sub_policies])
-        self.magnitude_PR = torch.tensor([[e.magnitude for e in sub] for sub in sub_policies], dtype=torch.float64)
+        self.code_PR = torch.tensor(
+            [[get_operation(e.operation).code for e in sub] for sub in sub_policies], device="cpu"
+        )
+        self.signed_PR = torch.tensor(
+            [[get_operation(e.operation).signed for e in sub] for sub in sub_policies], device="cpu"
+        )
+        self.probability_PR = torch.tensor([[e.probability for e in sub] for sub in sub_policies], device="cpu")
+        self.magnitude_PR = torch.tensor(
+            [[e.magnitude for e in sub] for sub in sub_policies], dtype=torch.float64, device="cpu"
+        )
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
-        which_N = torch.randint(len(self.sub_policies), (n,), generator=generator)
-        done_NR = torch.rand(n, self.code_PR.shape[1], generator=generator) < self.probability_PR[which_N]
+        which_N = torch.randint(len(self.sub_policies), (n,), generator=generator, device="cpu")
+        done_NR = torch.rand(n, self.code_PR.shape[1], generator=generator, device="cpu") < self.probability_PR[which_N]
         return finish_record(
             self.code_PR[which_N], self.magnitude_PR[which_N], self.signed_PR[which_N], done_NR, generator
         )
@@ -121,16 +127,19 @@ class PopulationBasedAugment:
         names = data["operations"] * 2
         self.epochs, self.epoch = epochs, 0
         self.starts = [first for first, _ in data["phases"]]
-        pairs_FE2 = torch.tensor([vector for _, vector in data["phases"]]).view(len(self.starts), len(names), 2)
+        pairs_FE2 = torch.tensor([vector for _, vector in data["phases"]], device="cpu").view(
+            len(self.starts), len(names), 2
+        )
         self.probability_FE = pairs_FE2[:, :, 0] / 10
         table = [_pba_magnitudes(name) for name in names]
         self.magnitude_FE = torch.tensor(
             [[table[e][int(level)] for e, level in enumerate(levels)] for levels in pairs_FE2[:, :, 1]],
             dtype=torch.float64,
+            device="cpu",
         )
         operations = [get_operation("cutout_centered" if name == "cutout" else name) for name in names]
-        self.code_E = torch.tensor([operation.code for operation in operations])
-        self.signed_E = torch.tensor([operation.signed for operation in operations])
+        self.code_E = torch.tensor([operation.code for operation in operations], device="cpu")
+        self.signed_E = torch.tensor([operation.signed for operation in operations], device="cpu")
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """Up to two of the 30 entries, in random order: the first ones that are drawn with their probability."""
@@ -138,10 +147,10 @@ class PopulationBasedAugment:
             raise UsageError(f"epoch={self.epoch}: allowed are whole numbers from 0.")
         at = self.epoch * 200 // self.epochs
         phase = max(i for i, start in enumerate(self.starts) if start <= at)
-        how_many = torch.tensor([0.2, 0.3, 0.5])
+        how_many = torch.tensor([0.2, 0.3, 0.5], device="cpu")
         most_N = torch.multinomial(how_many, max(n, 1), replacement=True, generator=generator)[:n]
-        order_NE = torch.rand(n, len(self.code_E), generator=generator).argsort(dim=1)
-        fires_NE = torch.rand(order_NE.shape, generator=generator) < self.probability_FE[phase][order_NE]
+        order_NE = torch.rand(n, len(self.code_E), generator=generator, device="cpu").argsort(dim=1)
+        fires_NE = torch.rand(order_NE.shape, generator=generator, device="cpu") < self.probability_FE[phase][order_NE]
         done_NE = fires_NE & (fires_NE.cumsum(dim=1) <= most_N.unsqueeze(1))
         # Done entries come first, in order; there are at most two.
         place_N2 = (~done_NE).byte().argsort(dim=1, stable=True)[:, :2]

@@ -20,9 +20,11 @@ def make_record(
         choice_NR: Index of each operation in the space.
         done_NR: Whether it is done at all.
     """
-    magnitude_AS = torch.tensor([space.magnitudes[name] for name in space.operations], dtype=torch.float64)
-    code_A = torch.tensor([get_operation(name).code for name in space.operations])
-    signed_A = torch.tensor([get_operation(name).signed for name in space.operations])
+    magnitude_AS = torch.tensor(
+        [space.magnitudes[name] for name in space.operations], dtype=torch.float64, device="cpu"
+    )
+    code_A = torch.tensor([get_operation(name).code for name in space.operations], device="cpu")
+    signed_A = torch.tensor([get_operation(name).signed for name in space.operations], device="cpu")
     return finish_record(
         code_A[choice_NR], magnitude_AS[choice_NR, strength_NR], signed_A[choice_NR], done_NR, generator
     )
@@ -36,7 +38,7 @@ def finish_record(
     return {
         "operation": torch.where(done_NR, code_NR, 0),
         "magnitude": magnitude_NR * sign_NR,
-        "center": torch.rand(*code_NR.shape, 2, dtype=torch.float64, generator=generator),
+        "center": torch.rand(*code_NR.shape, 2, dtype=torch.float64, generator=generator, device="cpu"),
     }
 
 
@@ -45,9 +47,9 @@ def draw_operations(
 ) -> Tensor:
     """Indices of r operations for each of n examples, uniform, in order; [n, r]."""
     if replacement:
-        return torch.randint(num_operations, (n, r), generator=generator)
-    return torch.rand(n, num_operations, generator=generator).argsort(dim=1)[:, :r]
+        return torch.randint(num_operations, (n, r), generator=generator, device="cpu")
+    return torch.rand(n, num_operations, generator=generator, device="cpu").argsort(dim=1)[:, :r]
 
 
 def draw_strengths(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-    return torch.randint(STRENGTHS, shape, generator=generator)
+    return torch.randint(STRENGTHS, shape, generator=generator, device="cpu")

@@ -35,5 +35,5 @@ def digit_sources(num_sources: int, bad: int) -> list[tuple[Tensor, Tensor]]:
     images, labels = digits()
     sources = list(zip(images.chunk(num_sources), labels.chunk(num_sources), strict=True))
     x, y = sources[bad]
-    sources[bad] = x, torch.randint(10, y.shape, generator=torch.Generator().manual_seed(0))
+    sources[bad] = x, torch.randint(10, y.shape, generator=torch.Generator().manual_seed(0), device="cpu")
     return sources

@@ -15,7 +15,13 @@ def label_counts(source: Source) -> Tensor | None:
     """How often each label occurs in some of a source's examples, [C]; None if they have no integer labels."""
     if not isinstance(source, IndexedSource):
         return None
-    rows = torch.linspace(0, source.size - 1, min(source.size, MOST_EXAMPLES)).round().long().unique().tolist()
+    rows = (
+        torch.linspace(0, source.size - 1, min(source.size, MOST_EXAMPLES), device="cpu")
+        .round()
+        .long()
+        .unique()
+        .tolist()
+    )
     if isinstance(source.dataset, TensorDataset):
         labels = [label_of(tuple(tensor[rows] for tensor in source.dataset.tensors))]
     else:

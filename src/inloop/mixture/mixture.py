@@ -69,7 +69,7 @@ class Mixture:
             as_source(name, source, passes) for name, source in zip(self.names, named.values(), strict=True)
         ]
         self.collate = collate
-        self.drawn_K = torch.zeros(len(self.sources), dtype=torch.long)
+        self.drawn_K = torch.zeros(len(self.sources), dtype=torch.long, device="cpu")
         self._num_processes = 1  # the processes that draw together
         self._tensors_K = tensors_alike(self.sources)
         self._warned_of_unused = False
@@ -122,7 +122,7 @@ class Mixture:
         self._num_processes = world_size()
         begin_alike(self.generator)
         indexed = [source for source in self.sources if isinstance(source, IndexedSource)]
-        seeds = gather_rows(torch.tensor([[source.seed for source in indexed]]), [1] * world_size())[0]
+        seeds = gather_rows(torch.tensor([[source.seed for source in indexed]], device="cpu"), [1] * world_size())[0]
         for source, seed in zip(indexed, seeds.tolist(), strict=True):
             source.load_state_dict(source.state_dict() | {"seed": seed})
 
@@ -183,7 +183,7 @@ class Mixture:
 
     def effective_epochs(self) -> Tensor:
         """How often each source was seen, in passes over it, shape [K]; nan for a stream that has not ended yet."""
-        return self.drawn_K / torch.tensor([torch.nan if size is None else size for size in self.sizes()])
+        return self.drawn_K / torch.tensor([torch.nan if size is None else size for size in self.sizes()], device="cpu")
 
     def loader(
         self,

@@ -45,21 +45,21 @@ class IndexedSource(Source):
         self.dataset = dataset
         self.size: int = len(dataset)
         self.passes = passes is not None
-        self.seed = int(torch.randint(2**62, (), generator=passes)) if passes is not None else 0
+        self.seed = int(torch.randint(2**62, (), generator=passes, device="cpu")) if passes is not None else 0
         self.num_passes = 0
         self.position = 0
-        self._order = torch.empty(0, dtype=torch.long)
+        self._order = torch.empty(0, dtype=torch.long, device="cpu")
         self._order_of_pass = -1
 
     def choose(self, n: int, generator: torch.Generator) -> Tensor:
         if not self.passes:
             # In float64 the product is precise enough for any size, and stays below it.
-            return (torch.rand(n, generator=generator, dtype=torch.float64) * self.size).long()
+            return (torch.rand(n, generator=generator, dtype=torch.float64, device="cpu") * self.size).long()
         chosen = []
         while n > 0:
             if self._order_of_pass != self.num_passes:
                 shuffler = torch.Generator().manual_seed((self.seed + self.num_passes) % 2**63)
-                self._order = torch.randperm(self.size, generator=shuffler)
+                self._order = torch.randperm(self.size, generator=shuffler, device="cpu")
                 self._order_of_pass = self.num_passes
             part = self._order[self.position : self.position + n]
             chosen.append(part)
@@ -67,7 +67,7 @@ class IndexedSource(Source):
             self.position += len(part)
             if self.position == self.size:
                 self.num_passes, self.position = self.num_passes + 1, 0
-        return torch.cat(chosen) if chosen else torch.empty(0, dtype=torch.long)
+        return torch.cat(chosen) if chosen else torch.empty(0, dtype=torch.long, device="cpu")
 
     def state_dict(self) -> dict[str, Any]:
         return {"seed": self.seed, "num_passes": self.num_passes, "position": self.position}
@@ -92,7 +92,7 @@ class StreamSource(Source):
         self._passed_over: set[int] = set()
 
     def choose(self, n: int, generator: torch.Generator) -> Tensor:
-        positions = torch.arange(self.position, self.position + n)
+        positions = torch.arange(self.position, self.position + n, device="cpu")
         self.position += n
         return positions
 

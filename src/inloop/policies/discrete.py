@@ -29,19 +29,23 @@ class Discrete(Policy):
         self.num_choices = num_choices
         self.neutral_choice = neutral
         self.given = given
+        self._table: tuple[tuple[bytes, ...], Tensor] | None = None  # the last probabilities, and the policy's value then
 
     @abstractmethod
     def log_probabilities(self) -> Tensor:
         """[K], or [G, K] if the choice depends on an earlier one."""
 
     def probabilities(self) -> Tensor:
-        return self.log_probabilities().detach().exp()
+        value = self.value()
+        if self._table is None or self._table[0] != value:
+            self._table = value, self.log_probabilities().detach().exp()
+        return self._table[1].clone()
 
     def sample(self, n: int, generator: torch.Generator | None = None, given_N: Tensor | None = None) -> Tensor:
         if given_N is None:
             self._refuse_missing_condition()
         if n == 0:
-            return torch.zeros(0, dtype=torch.long)
+            return torch.zeros(0, dtype=torch.long, device="cpu")
         table = self.probabilities()
         if given_N is None:
             return torch.multinomial(table, n, replacement=True, generator=generator)
@@ -56,8 +60,8 @@ class Discrete(Policy):
 
     def neutral(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         if self.neutral_choice is None:
-            return torch.randint(self.num_choices, (n,), generator=generator)
-        return torch.full((n,), self.neutral_choice)
+            return torch.randint(self.num_choices, (n,), generator=generator, device="cpu")
+        return torch.full((n,), self.neutral_choice, device="cpu")
 
     def summarise(self, actions: Actions, rewards_N: Tensor) -> RewardSummary:
         return summarise_by_choice(self.check(actions), self.num_choices, rewards_N)
@@ -106,7 +110,7 @@ class Categorical(Discrete):
             raise UsageError(f"num_choices={num_choices}: a choice needs at least 2 possibilities.")
         super().__init__(num_choices, neutral, given[0] if given else None)
         self.alternatives = frozenset({"logits"})
-        self.logits = nn.Parameter(torch.zeros((given[1], num_choices) if given else (num_choices,)))
+        self.logits = nn.Parameter(torch.zeros((given[1], num_choices) if given else (num_choices,), device="cpu"))
 
     def log_probabilities(self) -> Tensor:
         return F.log_softmax(self.logits, dim=-1)
@@ -125,7 +129,7 @@ class Bernoulli(Discrete):
 
     def __init__(self, given: tuple[str, int] | None = None) -> None:
         super().__init__(2, neutral=0, given=given[0] if given else None)
-        self.logit = nn.Parameter(torch.zeros(given[1] if given else ()))
+        self.logit = nn.Parameter(torch.zeros(given[1] if given else (), device="cpu"))
 
     def log_probabilities(self) -> Tensor:
         return torch.stack([F.logsigmoid(-self.logit), F.logsigmoid(self.logit)], dim=-1)

@@ -63,13 +63,13 @@ class MixturePolicy(Discrete):
             raise UsageError(f"ceiling={ceiling}: each must be above its floor, and they must add up to 1 or more.")
         super().__init__(num_sources)
         self.form = form
-        self.register_buffer("floor_K", torch.tensor(floor_K), persistent=False)
-        self.register_buffer("ceiling_K", torch.tensor(ceiling_K), persistent=False)
+        self.register_buffer("floor_K", torch.tensor(floor_K, device="cpu"), persistent=False)
+        self.register_buffer("ceiling_K", torch.tensor(ceiling_K, device="cpu"), persistent=False)
         self.limited = max(floor_K) > 0 or min(ceiling_K) < 1
         self.register_buffer("log_prior_K", _log_prior(prior, num_sources, form), persistent=False)
         self.sources = sources
         self.alternatives = frozenset() if form == "inverted" else frozenset({"scores"})
-        self.scores = nn.Parameter(torch.zeros(num_sources))
+        self.scores = nn.Parameter(torch.zeros(num_sources, device="cpu"))
 
     log_prior_K: Tensor
     floor_K: Tensor
@@ -92,7 +92,11 @@ class MixturePolicy(Discrete):
         allowed_K = self.log_prior_K.isfinite()
         if bool(allowed_K.all()):
             return super().neutral(n, generator)
-        return allowed_K.float().multinomial(n, replacement=True, generator=generator) if n else torch.zeros(0).long()
+        return (
+            allowed_K.float().multinomial(n, replacement=True, generator=generator)
+            if n
+            else torch.zeros(0, device="cpu").long()
+        )
 
 
 def bounded(scores_K: Tensor) -> Tensor:
@@ -103,14 +107,14 @@ def bounded(scores_K: Tensor) -> Tensor:
 
 def _log_prior(prior: Sequence[float] | None, num_sources: int, form: str) -> Tensor:
     if prior is None:
-        return torch.zeros(num_sources)
+        return torch.zeros(num_sources, device="cpu")
     if form == "inverted":
         raise UsageError("prior=: the inverted form has none. Fix: form='bounded'.")
     if len(prior) != num_sources or min(prior) < 0 or not sum(prior) > 0:
         raise UsageError(
             f"prior={list(prior)}: give one number for each of the {num_sources} sources, none below 0 and not all 0."
         )
-    return torch.tensor([float(share) for share in prior]).log()
+    return torch.tensor([float(share) for share in prior], device="cpu").log()
 
 
 def cap(log_p_K: Tensor, log_ceiling_K: Tensor) -> Tensor:

@@ -48,6 +48,12 @@ class Policy(nn.Module, ABC):
         """The present distribution, for reports."""
         return {}
 
+    def value(self) -> tuple[bytes, ...]:
+        """The values of all its tensors, to see whether anybody has changed them: fused optimizers do not raise the versions of tensors."""
+        modules = self.modules()
+        tensors = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
+        return tuple([(t.float() if t.dtype is torch.bfloat16 else t).detach().numpy().tobytes() for t in tensors])
+
     def summarise(self, actions: Actions, rewards_N: Tensor) -> RewardSummary | dict[str, object]:
         """The rewards of one step, grouped by choice."""
         return summarise_by_choice(torch.zeros_like(rewards_N, dtype=torch.long), 1, rewards_N)

@@ -24,7 +24,7 @@ class Shares(Discrete):
         if len(shares) < 2 or min(shares) < 0 or not sum(shares) > 0:
             raise UsageError(f"shares={list(shares)}: give at least 2 numbers, none below 0 and not all 0.")
         super().__init__(len(shares))
-        shares_K = torch.tensor(shares, dtype=torch.float64)
+        shares_K = torch.tensor(shares, dtype=torch.float64, device="cpu")
         self.register_buffer("shares_K", shares_K / shares_K.sum())
 
     def log_probabilities(self) -> Tensor:

@@ -61,7 +61,9 @@ class Evidence:
 
     def __init__(self, num_parameters: int, memory: float) -> None:
         self._memory = memory
-        self.sums = torch.zeros(5, num_parameters, dtype=torch.float64)  # over steps, of X, Y, X², X Y, Y²
+        self.sums = torch.zeros(
+            5, num_parameters, dtype=torch.float64, device="cpu"
+        )  # over steps, of X, Y, X², X Y, Y²
 
     def add(self, x_J: Tensor, y_J: Tensor) -> None:
         """Add the sums of one step."""
@@ -90,7 +92,7 @@ class Evidence:
             known_GK = torch.where(error[rows_GK].isfinite(), ratio[rows_GK], torch.nan)
             ratio[rows_GK] -= known_GK.nanquantile(0.5, dim=-1, keepdim=True).nan_to_num(0.0)
         is_certain = ratio.abs() > caution * error
-        beyond = ratio - (caution * error).square() / ratio.where(is_certain, torch.ones(()))
+        beyond = ratio - (caution * error).square() / ratio.where(is_certain, torch.ones((), device="cpu"))
         return torch.where(is_certain, beyond / (1 + (error / scale).square()), 0.0)
 
 
@@ -155,7 +157,7 @@ class Anchored(Update):
         if not isinstance(policy, Discrete) or policy.given is not None or policy.num_choices > _MOST_CHOICES:
             return _sums_by_example(policy, actions, weights_N)
         if policy not in self._scores:
-            scores_KJ = scores(policy, torch.arange(policy.num_choices))
+            scores_KJ = scores(policy, torch.arange(policy.num_choices, device="cpu"))
             self._scores[policy] = scores_KJ, scores_KJ.square()
         choice_N = policy.check(actions).numpy()
         number_K = np.bincount(choice_N, minlength=policy.num_choices)
@@ -226,7 +228,7 @@ def alternatives_of(policy: Policy) -> list[Tensor]:
     groups, start = [], 0
     for parameter in trainable(policy):
         if id(parameter) in named:
-            places = torch.arange(start, start + parameter.numel())
+            places = torch.arange(start, start + parameter.numel(), device="cpu")
             groups.append(places.view(-1, parameter.shape[-1]))
         start += parameter.numel()
     return groups
@@ -238,13 +240,13 @@ def places_of_sources(policy: Policy) -> Tensor | None:
     start = 0
     for parameter in trainable(policy):
         if isinstance(mixture, MixturePolicy) and parameter is mixture.scores:
-            return torch.arange(start, start + parameter.numel())
+            return torch.arange(start, start + parameter.numel(), device="cpu")
         start += parameter.numel()
     return None
 
 
 def _sums_by_example(policy: Policy, actions: Actions, weights_N: Tensor) -> Tensor:
-    total = torch.zeros(())
+    total = torch.zeros((), device="cpu")
     for start in range(0, max(1, len(weights_N)), _ROWS):
         rows = slice(start, start + _ROWS)
         scores_NJ = scores(policy, part_of(actions, rows))
@@ -259,12 +261,12 @@ def scores(policy: Policy, actions: Actions) -> Tensor:
         log_prob_N = policy.log_prob(actions)
     n = len(log_prob_N)
     if n == 0:
-        return torch.zeros(0, sum(p.numel() for p in parameters), dtype=torch.float64)
-    each = torch.eye(n, dtype=log_prob_N.dtype)
+        return torch.zeros(0, sum(p.numel() for p in parameters), dtype=torch.float64, device="cpu")
+    each = torch.eye(n, dtype=log_prob_N.dtype, device="cpu")
     gradients = torch.autograd.grad(log_prob_N, parameters, each, is_grads_batched=True, allow_unused=True)
     return torch.cat(
         [
-            torch.zeros(n, p.numel(), dtype=torch.float64) if g is None else g.reshape(n, -1).double()
+            torch.zeros(n, p.numel(), dtype=torch.float64, device="cpu") if g is None else g.reshape(n, -1).double()
             for p, g in zip(parameters, gradients, strict=True)
         ],
         dim=1,

@@ -38,18 +38,18 @@ class Exp3(Update):
 
     def begin(self, policy: Policy, reward: Reward) -> None:
         self._shares = shares_in(policy, self)
-        self.returns_K = torch.zeros(self._shares.num_choices, dtype=torch.float64)
+        self.returns_K = torch.zeros(self._shares.num_choices, dtype=torch.float64, device="cpu")
 
     @torch.no_grad()
     def add(self, draws: Sequence[Draw], rewards_N: Tensor) -> bool:
         source_N = joined_actions(draws)
         drawn_with = [shares_in(draw.policy, self).probabilities() for draw in draws]
         counts = [sum(draw.rewarded_counts) for draw in draws]
-        rows = torch.arange(len(draws)).repeat_interleave(torch.tensor(counts))
+        rows = torch.arange(len(draws), device="cpu").repeat_interleave(torch.tensor(counts, device="cpu"))
         probability_N = torch.stack(drawn_with)[rows, source_N.cpu()]
         weighted_N = rewards_N.detach().to("cpu", torch.float64) / (len(rewards_N) * probability_N)
         k = self._shares.num_choices
-        estimate_K = torch.zeros(k, dtype=torch.float64).index_add_(0, source_N.cpu(), weighted_N)
+        estimate_K = torch.zeros(k, dtype=torch.float64, device="cpu").index_add_(0, source_N.cpu(), weighted_N)
         self.returns_K = self.smoothing * self.returns_K + (1 - self.smoothing) * estimate_K
         before, now = self._exploration(self.version), self._exploration(self.version + 1)
         self._shares.shares_K = (1 - k * now) * (before * self.returns_K).softmax(dim=0) + now

@@ -38,7 +38,7 @@ class FollowLosses(Update):
                 f"FollowLosses needs the losses of the examples, and the reward is {type(reward).__name__}. Fix: reward='loss'."
             )
         self._shares = shares_in(policy, self)
-        self.losses_K = torch.full((self._shares.num_choices,), torch.nan, dtype=torch.float64)
+        self.losses_K = torch.full((self._shares.num_choices,), torch.nan, dtype=torch.float64, device="cpu")
 
     @torch.no_grad()
     def add(self, draws: Sequence[Draw], rewards_N: Tensor) -> bool:

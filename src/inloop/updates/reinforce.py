@@ -73,7 +73,9 @@ class Reinforce(Update):
 
     def _clear(self) -> None:
         self._steps = 0
-        self._moments = torch.zeros(3, dtype=torch.float64)  # count, sum and sum of squares of the window's rewards
+        self._moments = torch.zeros(
+            3, dtype=torch.float64, device="cpu"
+        )  # count, sum and sum of squares of the window's rewards
         # sum r ∇log p and, for normalising over the window, sum ∇log p
         self._rewarded = [torch.zeros_like(p) for p in self._parameters]
         self._unrewarded = [torch.zeros_like(p) for p in self._parameters]
@@ -93,7 +95,9 @@ class Reinforce(Update):
         if self.normalisation == "window":
             _add(self._unrewarded, [score_gradient(draw, torch.ones_like(weights_n)) for draw, weights_n in parts])
         _add(self._rewarded, rewarded)
-        self._moments += torch.stack([torch.tensor(float(len(rewards_N))), rewards_N.sum(), rewards_N.square().sum()])
+        self._moments += torch.stack(
+            [torch.tensor(float(len(rewards_N)), device="cpu"), rewards_N.sum(), rewards_N.square().sum()]
+        )
         self._steps += 1
         if self._steps < self.accumulate:
             return False

@@ -71,7 +71,9 @@ class Advantages(SourceSums):
         mean_K, error_K, steps_K = self.estimate()
         if distinct_K is not None:
             error_K = (error_K.square() + 1 / distinct_K).sqrt()
-        errors_K = torch.tensor([width(float(n), (1 - level) / len(mean_K)) for n in steps_K], dtype=torch.float64)
+        errors_K = torch.tensor(
+            [width(float(n), (1 - level) / len(mean_K)) for n in steps_K], dtype=torch.float64, device="cpu"
+        )
         return mean_K - errors_K * error_K, mean_K + errors_K * error_K
 
 

@@ -10,9 +10,11 @@ that a label is wrong. So the excess tells sources with wrong labels from source
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from inloop.distributed import gather_rows, is_distributed
@@ -27,16 +29,21 @@ class Told:
     """What the user tells of the examples of a step, [N] each; None if it is not told.
 
     Attributes:
-        losses_N: The losses.
-        own_N: The cross-entropies of the model's predictions.
+        given_N: The losses that are given.
+        own_N: The cross-entropies of the model's predictions; without a meaning for an example whose label is below 0.
         expected_N: The losses that the model expects; the excess is the difference of the two.
         labels_N: The label, if an example has one.
     """
 
-    losses_N: Tensor | None = None
+    given_N: Tensor | None = None
     own_N: Tensor | None = None
     expected_N: Tensor | None = None
     labels_N: Tensor | None = None
+
+    @property
+    def losses_N(self) -> Tensor | None:
+        """The losses: those given, or the cross-entropies."""
+        return self.own_N if self.given_N is None else self.given_N
 
     def _fields(self) -> dict[str, Tensor]:
         return {name: value for name in self.__slots__ if (value := getattr(self, name)) is not None}
@@ -44,13 +51,17 @@ class Told:
     def tensors(self) -> list[Tensor]:
         return list(self._fields().values())
 
-    def with_tensors(self, tensors: Sequence[Tensor]) -> "Told":
-        """The same with other tensors, in the order of :meth:`tensors`."""
-        return Told(**dict(zip(self._fields(), tensors, strict=True)))
+    def read(self, tensors: Sequence[Tensor]) -> "Told":
+        """The same on the CPU, given its :meth:`tensors` there; nan for cross-entropies of labels below 0, which do not count."""
+        told = Told(**dict(zip(self._fields(), tensors, strict=True)))
+        if told.own_N is None or told.labels_N is None:
+            return told
+        own_N = np.where(told.labels_N.numpy() < 0, np.nan, told.own_N.numpy())
+        return replace(told, own_N=torch.from_numpy(own_N))
 
     def mark(self) -> Tensor:
         """A tensor that is the same in all processes if they tell the same kinds of things."""
-        return torch.tensor([getattr(self, name) is not None for name in self.__slots__])
+        return torch.tensor([getattr(self, name) is not None for name in self.__slots__], device="cpu")
 
     def of_everyone(self, draws: Sequence[Draw]) -> "Told":
         """What all processes tell, in the order of the draws' ``everyone``."""
@@ -84,12 +95,7 @@ def told_by(losses: Tensor | None, logits: Tensor | None, labels: Tensor | None,
     logits, labels = torch.as_tensor(logits), torch.as_tensor(labels)
     _refuse_other_shapes(logits, labels, num_examples)
     own_N, expected_N = losses_and_expected(logits.detach(), labels.detach())
-    return Told(
-        own_N if losses is None else losses,
-        own_N,
-        expected_N,
-        labels.detach().long() if labels.dim() == 1 else None,
-    )
+    return Told(losses, own_N, expected_N, labels.detach().long() if labels.dim() == 1 else None)
 
 
 def losses_and_expected(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,25 +103,26 @@ def losses_and_expected(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]
 
     Args:
         logits: [N, ..., C].
-        labels: [N, ...]; those below 0 do not count, as those that ``cross_entropy`` ignores. An example with none has nan.
+        labels: [N, ...]; those below 0 do not count, as those that ``cross_entropy`` ignores. An example of several with none that counts has nan.
     """
     flat, classes = logits.flatten(0, -2), labels.flatten().long()
     each = max(1, _MOST_NUMBERS // logits.shape[-1])
     parts = [_cross_entropy_and_entropy(*pair) for pair in zip(flat.split(each), classes.split(each), strict=True)]
     own_M, expected_M = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
-    known_M = classes >= 0
     if labels.dim() == 1:
-        return own_M.where(known_M, torch.nan), expected_M.where(known_M, torch.nan)
+        return own_M, expected_M
+    known_M = classes >= 0
     shape = len(labels), math.prod(labels.shape[1:])
-    number_N = known_M.view(shape).sum(dim=1)
-    own_N, expected_N = (each_M.double().where(known_M, 0.0).view(shape).sum(dim=1) for each_M in (own_M, expected_M))
-    return own_N / number_N, expected_N / number_N
+    both_2M = torch.stack([own_M, expected_M]).where(known_M, 0.0)
+    sums_2N = both_2M.view(2, *shape).sum(dim=2, dtype=torch.float64)
+    own_N, expected_N = (sums_2N / known_M.view(shape).sum(dim=1)).unbind()
+    return own_N, expected_N
 
 
 def _cross_entropy_and_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """[M] each, for logits [M, C] and labels [M]."""
     log_p = logits.float().log_softmax(dim=-1)
-    own_M = -log_p.gather(-1, labels.clamp_min(0).unsqueeze(-1)).squeeze(-1)
+    own_M = F.nll_loss(log_p, labels.clamp_min(0), reduction="none")
     return own_M, torch.special.entr(log_p.exp()).sum(dim=-1)
 
 
@@ -128,7 +135,7 @@ def _refuse_other_shapes(logits: Tensor, labels: Tensor, num_examples: int) -> N
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise UsageError(f"learner.step was given labels of type {labels.dtype}; allowed are whole numbers.")
     # On a device, torch itself notices unknown labels; looking here would wait for it.
-    if labels.device.type == "cpu" and labels.numel() and int(labels.max()) >= logits.shape[-1]:
+    if labels.device.type == "cpu" and labels.numel() and (largest := labels.detach().numpy().max()) >= logits.shape[-1]:
         raise UsageError(
-            f"learner.step was given the label {int(labels.max())}; the logits have {logits.shape[-1]} classes. Fix: labels that do not count must be below 0."
+            f"learner.step was given the label {largest}; the logits have {logits.shape[-1]} classes. Fix: labels that do not count must be below 0."
         )

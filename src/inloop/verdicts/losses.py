@@ -25,7 +25,8 @@ def constant_losses(counts: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
     """
     most = max([len(count) for count in counts if count is not None], default=1)
     rows = [
-        torch.full((most,), torch.nan) if count is None else F.pad(count, (0, most - len(count))) for count in counts
+        torch.full((most,), torch.nan, device="cpu") if count is None else F.pad(count, (0, most - len(count)))
+        for count in counts
     ]
     own_KC = torch.stack([row.double() / row.sum() for row in rows])
     pooled_C = own_KC.nanmean(dim=0)
@@ -47,18 +48,15 @@ class RecentMeans(SourceSums):
 
     def add(self, source_N: Array | Tensor, values_N: Array | Tensor) -> None:
         """Add the examples of one step; those whose value is not finite are left out."""
-        source_N, values_N = np.asarray(source_N), np.asarray(values_N, dtype=np.float64)
-        known_N = np.isfinite(values_N)
-        source_N, values_N = source_N[known_N], values_N[known_N]
-        number_K, mean_K, square_K = self._array
-        num_sources = len(number_K)
-        new_K = np.bincount(source_N, minlength=num_sources)
+        add_together([self], source_N, [values_N])
+
+    def _add_sums(self, new_K: Array, sums_2K: Array) -> None:
+        """Add new examples: their number, and the sums of their values and of their squares."""
+        number_K, recent_2K = self._array[0], self._array[1:]
         number_K += new_K
         # A mean over all examples at first, then over about ``memory`` of them.
-        weight_K = np.maximum(1 - np.exp(-new_K / self._memory), new_K / np.maximum(number_K, 1))
-        for recent_K, power_N in ((mean_K, values_N), (square_K, values_N * values_N)):
-            sum_K = np.bincount(source_N, power_N, minlength=num_sources)
-            recent_K += weight_K * (sum_K / np.maximum(new_K, 1) - recent_K)
+        weight_K = np.maximum(1 - np.exp(new_K / -self._memory), new_K / np.maximum(number_K, 1))
+        recent_2K += weight_K * (sums_2K / np.maximum(new_K, 1) - recent_2K)
 
     @property
     def number_K(self) -> Tensor:
@@ -80,6 +78,23 @@ class RecentMeans(SourceSums):
         distinct_K = number_K.clamp_max(self._memory).minimum(sizes_K)
         error_K: Tensor = ((square_K - mean_K.square()).clamp_min(0) / distinct_K).sqrt()
         return error_K
+
+
+def add_together(
+    means: Sequence[RecentMeans], source_N: Array | Tensor, values: Sequence[Array | Tensor]
+) -> None:
+    """Add the examples of one step to several means, each with values of its own; those that are not finite are left out."""
+    source_N, values_VN = np.asarray(source_N), np.stack([np.asarray(each_N, dtype=np.float64) for each_N in values])
+    num_means, num_sources = len(means), len(means[0].number_K)
+    known_VN = np.isfinite(values_VN)
+    place = (np.arange(num_means)[:, None] * num_sources + source_N)[known_VN]  # of each value in the table [V, K]
+    value = values_VN[known_VN]
+    new_VK, *sums = (
+        np.bincount(place, weight, minlength=num_means * num_sources).reshape(num_means, num_sources)
+        for weight in (None, value, value * value)
+    )
+    for mean, new_K, sums_2K in zip(means, new_VK, np.stack(sums, axis=1), strict=True):
+        mean._add_sums(new_K, sums_2K)
 
 
 class SourceLosses(RecentMeans):

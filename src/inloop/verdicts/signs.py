@@ -14,7 +14,7 @@ from torch import Tensor
 from inloop.policies import SourceInfo
 from inloop.verdicts.excess import Told
 from inloop.verdicts.labels import LabelMeans
-from inloop.verdicts.losses import FIRST_EXAMPLES, Array, RecentMeans, SourceLosses, constant_losses
+from inloop.verdicts.losses import FIRST_EXAMPLES, Array, RecentMeans, SourceLosses, add_together, constant_losses
 from inloop.verdicts.verdict import LEAST_ENTROPY, LossEvidence, is_above, is_below
 
 FAR_BELOW = 0.85  # times the loss of a constant prediction
@@ -37,15 +37,15 @@ class Signs:
         self.excess = RecentMeans(num_sources, MEMORY)
         self.compared_excess = RecentMeans(num_sources, MEMORY)
         self.label_means = LabelMeans(num_sources)
-        self._told_labels_KC = torch.zeros(num_sources, 0, dtype=torch.float64)
-        self._surprising_K = torch.zeros(num_sources, dtype=torch.bool)
+        self._told_labels_KC = torch.zeros(num_sources, 0, dtype=torch.float64, device="cpu")
+        self._surprising_K = torch.zeros(num_sources, dtype=torch.bool, device="cpu")
         self._num_steps = 0
 
     def add(self, source_N: Array | Tensor, told: Told) -> None:
         """Add the examples of one step, those of all processes."""
         source_N = np.asarray(source_N)
         if told.losses_N is not None:
-            self.losses.add(source_N, told.losses_N.cpu())
+            self.losses.add(source_N, told.losses_N)
         if told.own_N is None or told.expected_N is None:
             return
         expected_N = np.asarray(told.expected_N, dtype=np.float64)
@@ -56,8 +56,7 @@ class Signs:
             compared_N = self.label_means.compare(excess_N, labels_N, source_N)
             self._count_labels(source_N, labels_N)
         means = (self.expected, self.excess, self.compared_excess)
-        for mean, values_N in zip(means, (expected_N, excess_N, compared_N), strict=True):
-            mean.add(source_N, values_N)
+        add_together(means, source_N, (expected_N, excess_N, compared_N))
         self._num_steps += 1
         if self._num_steps % EVERY == 0:
             self._surprising_K = self._find_surprising()
@@ -80,7 +79,7 @@ class Signs:
         Their recent loss is above the larger of two constant predictions, from their own label frequencies and from those of all sources.
         """
         if not bool(self.losses.number_K.any()):  # do not read labels for nothing
-            return torch.zeros(len(self._sources), dtype=torch.bool)
+            return torch.zeros(len(self._sources), dtype=torch.bool, device="cpu")
         constant_K = torch.maximum(*self._constant_losses())
         above_K = is_above(self.losses.mean_K, self.losses.error(self._sizes_K), constant_K)
         return above_K & (self.losses.number_K >= FIRST_EXAMPLES) & self._others_learned_much()
@@ -105,7 +104,7 @@ class Signs:
     def unsurprising(self) -> Tensor:
         """The sources whose labels do not surprise the model: one of both excesses is below its threshold by two standard errors, [K]."""
         over_2K, error_2K = self._excess_over_thresholds()
-        found_K = is_below(over_2K, error_2K, torch.zeros(())).any(0) & self._may_be_compared()
+        found_K = is_below(over_2K, error_2K, torch.zeros((), device="cpu")).any(0) & self._may_be_compared()
         return found_K & ~self._surprising_K & ~self._is_fresh_beside_memorised()
 
     def _excess_over_thresholds(self) -> tuple[Tensor, Tensor]:
@@ -138,7 +137,9 @@ class Signs:
 
     @property
     def _sizes_K(self) -> Tensor:
-        return torch.tensor([math.inf if n is None else n for n in self._sources.sizes()], dtype=torch.float64)
+        return torch.tensor(
+            [math.inf if n is None else n for n in self._sources.sizes()], dtype=torch.float64, device="cpu"
+        )
 
     def _others_learned_much(self) -> Tensor:
         """Whether the losses of most others are far below those of constant predictions, or their first losses where labels are not known, [K]."""
@@ -184,7 +185,7 @@ def median_of_others(values_K: Tensor) -> Tensor:
     n = len(ordered_n)
     if n == 0:
         return torch.full_like(values_K, torch.nan)
-    place_K = torch.full(values_K.shape, n)
+    place_K = torch.full(values_K.shape, n, device="cpu")
     place_K[known_K] = order_n.argsort()
     others_K = n - known_K.long()
 

@@ -43,15 +43,15 @@ class SourceStatistics:
         self.sources = SourceInfo.of(sources)
         self.level, self.least_effect, self.rewards_persist = level, least_effect, rewards_persist
         num_sources = len(self.sources)
-        self.drawn_K = torch.zeros(num_sources, dtype=torch.float64)
-        self.shares_K = torch.full((num_sources,), torch.nan, dtype=torch.float64)
+        self.drawn_K = torch.zeros(num_sources, dtype=torch.float64, device="cpu")
+        self.shares_K = torch.full((num_sources,), torch.nan, dtype=torch.float64, device="cpu")
         self.advantages = Advantages(num_sources)
         self.signs = Signs(self.sources)
 
     def add(self, report: StepReport) -> None:
         """Add the rewards of one step."""
         if report.shares:
-            self.shares_K = torch.tensor(report.shares, dtype=torch.float64)
+            self.shares_K = torch.tensor(report.shares, dtype=torch.float64, device="cpu")
         if isinstance(report.rewards, dict) and "source" not in report.rewards:
             found = ", ".join(report.rewards)
             raise UsageError(
@@ -83,7 +83,9 @@ class SourceStatistics:
 
     @property
     def _sizes_K(self) -> Tensor:
-        return torch.tensor([math.nan if n is None else n for n in self.sources.sizes()], dtype=torch.float64)
+        return torch.tensor(
+            [math.nan if n is None else n for n in self.sources.sizes()], dtype=torch.float64, device="cpu"
+        )
 
     def verdicts(self) -> list[SourceVerdict]:
         """A verdict for each source."""

@@ -15,7 +15,7 @@ class SourceSums:
     """``num_sums`` sums for each source, [num_sums, K]."""
 
     def __init__(self, num_sums: int, num_sources: int) -> None:
-        self._sums = torch.zeros(num_sums, num_sources, dtype=torch.float64)
+        self._sums = torch.zeros(num_sums, num_sources, dtype=torch.float64, device="cpu")
 
     @property
     def _array(self) -> "np.ndarray[Any, Any]":

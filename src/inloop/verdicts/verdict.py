@@ -57,7 +57,13 @@ class LossEvidence:
         """
         if math.isnan(self.recent) or not self.constant > LEAST_ENTROPY or not self.others_learn:
             return None
-        return bool(is_below(torch.tensor(self.recent), torch.tensor(self.error), torch.tensor(self.constant)))
+        return bool(
+            is_below(
+                torch.tensor(self.recent, device="cpu"),
+                torch.tensor(self.error, device="cpu"),
+                torch.tensor(self.constant, device="cpu"),
+            )
+        )
 
 
 @dataclass(frozen=True, slots=True)
