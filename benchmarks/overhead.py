@@ -1,33 +1,84 @@
-"""What a learner adds to a step besides arithmetic: kernels, and the host's time.
+"""What a learner adds to a step besides arithmetic: kernels, waits for the device, and the host's time.
 
-python -m benchmarks.overhead [--names] [--time]      --names: also each kernel of a plain step and of one with a learner
+    python -m benchmarks.overhead [--out FILE.json] [--against FILE.json] [--names] [--code FOLDER ...] [--time]
+
+Waits are counted on the pretend CUDA device of the tests, in a process of its own; without a compiler they are left out. With ``--code`` the host's
+time is also measured with the library of other checkouts, which take turns; ``--names`` prints each kernel.
 """
 
 import argparse
 import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from inloop_lab.bench.overhead import MODELS, Loop, count_kernels, host_time, measure_kernels
+from inloop_lab.bench.overhead import (
+    count_kernels,
+    find_regressions,
+    host_time,
+    make_loop,
+    measure_overhead,
+)
+
+TURNS = 5
 
 
-def main() -> None:
+def in_a_process(module: str, *arguments: str, code: str | None = None) -> Any:
+    """What a script prints, with the library of another checkout if ``code`` is given; None if it fails."""
+    environment = dict(os.environ) if code is None else {**os.environ, "PYTHONPATH": str(Path(code) / "src")}
+    command = [sys.executable, "-m", module, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
+
+
+def take_turns(folders: list[str]) -> dict[str, dict[str, float]]:
+    """The host's time with the code of each checkout, "." for this one: medians over turns."""
+    times: dict[str, list[dict[str, float]]] = {folder: [] for folder in (".", *folders)}
+    for turn in range(TURNS):
+        for folder in sorted(times, reverse=bool(turn % 2)):
+            times[folder].append(in_a_process("benchmarks.overhead", "--time", code=None if folder == "." else folder))
+    return {
+        folder: {name: statistics.median(each[name] for each in own) for name in own[0]}
+        for folder, own in times.items()
+    }
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--against", type=Path)
     parser.add_argument("--names", action="store_true")
-    parser.add_argument("--time", action="store_true")
+    parser.add_argument("--code", nargs="+", default=[], metavar="FOLDER")
+    parser.add_argument("--time", action="store_true", help="only the host's time")
     options = parser.parse_args()
-    for model in MODELS:
-        for tells in (False, True):
-            row = measure_kernels(model, tells)
-            ratio = round(row["kernels"] / row["kernels_plain"], 2)
-            print(json.dumps({"model": model, "told": tells, **row, "ratio": ratio}), flush=True)
-        if options.names:
-            for given in (None, {}):
-                torch.manual_seed(0)
-                print(json.dumps(count_kernels(Loop(*MODELS[model](), given))))
     if options.time:
         print(json.dumps(host_time()))
+        return 0
+    found = measure_overhead()
+    waits = None if torch.cuda.is_available() else in_a_process("benchmarks.waits")
+    for row, other in zip(found["models"], waits or [], strict=False):
+        row["host_syncs"] = other["host_syncs"]
+    if options.code:
+        found["took_turns"] = take_turns(options.code)
+        found |= found["took_turns"]["."]
+    for row in found["models"]:
+        print(json.dumps({**row, "ratio": round(row["kernels"] / row["kernels_plain"], 2)}))
+        if options.names:
+            for given in (None, {}):
+                print(json.dumps(count_kernels(make_loop(row["model"], given, row["told"]))))
+    print(json.dumps({name: value for name, value in found.items() if name != "models"}))
+    if options.out is not None:
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
+    worse = find_regressions(found, json.loads(options.against.read_text())) if options.against else []
+    for line in worse:
+        print(f"worse: {line}", file=sys.stderr)
+    return 1 if worse else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -29,7 +29,9 @@ class Discrete(Policy):
         self.num_choices = num_choices
         self.neutral_choice = neutral
         self.given = given
-        self._table: tuple[tuple[bytes, ...], Tensor] | None = None  # the last probabilities, and the policy's value then
+        self._table: tuple[tuple[bytes, ...], Tensor] | None = (
+            None  # the last probabilities, and the policy's value then
+        )
 
     @abstractmethod
     def log_probabilities(self) -> Tensor:

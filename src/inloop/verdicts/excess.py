@@ -135,7 +135,11 @@ def _refuse_other_shapes(logits: Tensor, labels: Tensor, num_examples: int) -> N
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise UsageError(f"learner.step was given labels of type {labels.dtype}; allowed are whole numbers.")
     # On a device, torch itself notices unknown labels; looking here would wait for it.
-    if labels.device.type == "cpu" and labels.numel() and (largest := labels.detach().numpy().max()) >= logits.shape[-1]:
+    if (
+        labels.device.type == "cpu"
+        and labels.numel()
+        and (largest := labels.detach().numpy().max()) >= logits.shape[-1]
+    ):
         raise UsageError(
             f"learner.step was given the label {largest}; the logits have {logits.shape[-1]} classes. Fix: labels that do not count must be below 0."
         )

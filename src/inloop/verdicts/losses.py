@@ -80,9 +80,7 @@ class RecentMeans(SourceSums):
         return error_K
 
 
-def add_together(
-    means: Sequence[RecentMeans], source_N: Array | Tensor, values: Sequence[Array | Tensor]
-) -> None:
+def add_together(means: Sequence[RecentMeans], source_N: Array | Tensor, values: Sequence[Array | Tensor]) -> None:
     """Add the examples of one step to several means, each with values of its own; those that are not finite are left out."""
     source_N, values_VN = np.asarray(source_N), np.stack([np.asarray(each_N, dtype=np.float64) for each_N in values])
     num_means, num_sources = len(means), len(means[0].number_K)

@@ -1,7 +1,9 @@
-"""What a learner adds to a step besides arithmetic: kernels, which take a launch each on a GPU, and the host's time for each layer call.
+"""What a learner adds to a step besides arithmetic: kernels, which take a launch each on a GPU, waits for the device, and the host's time.
 
 A *kernel* is a torch operation that reaches a dispatch mode and is no view, no allocation and reads no shape. Counted are those of the forward pass,
 the backward pass and ``learner.step``, in a step that is not verified any more.
+
+A *host synchronisation* is a wait of the host for a CUDA device. They are counted as torch reports them, where there is such a device.
 
 The host's time is measured on perceptrons of width 8 with one example, on which there is nothing to compute. The time that a learner adds is a
 straight line in the number of layers: its slope is the time for each layer call, its value at no layers is the time for the step.
@@ -9,9 +11,10 @@ straight line in the number of layers: its slope is the time for each layer call
 
 import statistics
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -87,6 +90,8 @@ class Loop:
     tells: bool = False
 
     def __post_init__(self) -> None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.model, self.x, self.y = self.model.to(device), self.x.to(device), self.y.to(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.learner: InLoop | None = None
         if self.options is not None:
@@ -129,15 +134,50 @@ class KernelCount(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def count_kernels(loop: Loop) -> Counter[str]:
-    """By name, in one steady step."""
+@dataclass
+class Waits:
+    """How often the host has waited."""
+
+    number: int = 0
+
+
+@contextmanager
+def synchronisations() -> Iterator[Waits]:
+    """Count the waits of the host for a CUDA device, as torch reports them."""
+    waits = Waits()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield waits
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        waits.number = sum("synchronizing CUDA operation" in str(warning.message) for warning in caught)
+
+
+def steady(loop: Loop) -> Loop:
+    """The loop, after the steps that are verified, with a batch chosen."""
     for _ in range(WARM_UP):
         loop.step()
     loop.choose()
+    return loop
+
+
+def count_kernels(loop: Loop) -> Counter[str]:
+    """By name, in one steady step."""
+    steady(loop)
     count = KernelCount()
     with count:
         loop.gradients()
     return count.names
+
+
+def count_synchronisations(loop: Loop, counted: Callable[[], AbstractContextManager[Waits]]) -> int:
+    """In one steady step."""
+    steady(loop)
+    with counted() as waits:
+        loop.gradients()
+    return waits.number
 
 
 @contextmanager
@@ -178,10 +218,48 @@ def host_time(steps: int = 200, layers: Sequence[int] = (4, 36), **options: Any)
     return {"host_us_per_call": each, "host_us_per_step": few - each * layers[0]}
 
 
-def measure_kernels(model: str, tells: bool = False, **options: Any) -> dict[str, int]:
-    """The kernels of a plain step, and of one with a learner."""
-    counts = []
-    for given in (None, options):
-        torch.manual_seed(0)
-        counts.append(count_kernels(Loop(*MODELS[model](), given, tells)).total())
-    return {"kernels_plain": counts[0], "kernels": counts[1]}
+def make_loop(model: str, options: dict[str, Any] | None, tells: bool) -> Loop:
+    torch.manual_seed(0)
+    return Loop(*MODELS[model](), options, tells)
+
+
+def measure_model(
+    model: str,
+    tells: bool = False,
+    counted: Callable[[], AbstractContextManager[Waits]] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """The kernels of a plain step, of one with a learner, and its host synchronisations.
+
+    Args:
+        tells: Whether the learner is told logits and labels.
+        counted: Counts host synchronisations; None if there is no device to wait for.
+    """
+    plain, learned = (count_kernels(make_loop(model, given, tells)).total() for given in (None, options))
+    waits = None if counted is None else count_synchronisations(make_loop(model, options, tells), counted)
+    return {"model": model, "told": tells, "kernels_plain": plain, "kernels": learned, "host_syncs": waits}
+
+
+def measure_overhead() -> dict[str, Any]:
+    """Kernels and host synchronisations of the models, and the host's time."""
+    counted = synchronisations if torch.cuda.is_available() else None
+    models = [measure_model(model, tells, counted) for model in MODELS for tells in (False, True)]
+    return {"models": models, **host_time()}
+
+
+HOST_TIMES = ("host_us_per_call", "host_us_per_step")
+HOST_SLACK = 1.5  # times: the host's time differs from machine to machine, and from day to day
+
+
+def find_regressions(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
+    """A line for each number of :func:`measure_overhead` that has become worse."""
+    worse = []
+    then = {(row["model"], row["told"]): row for row in before["models"]}
+    for row in now["models"]:
+        old = then.get((row["model"], row["told"]), {})
+        for name in ("kernels", "host_syncs"):
+            if None not in (row[name], old.get(name)) and row[name] > old[name]:
+                told = ", told logits and labels" if row["told"] else ""
+                worse.append(f"{row['model']}{told}: {name} {row[name]}, was {old[name]}")
+    slower = [name for name in HOST_TIMES if now[name] > HOST_SLACK * before[name]]
+    return worse + [f"{name}: {now[name]:.0f}, was {before[name]:.0f}" for name in slower]
