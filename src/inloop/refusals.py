@@ -15,6 +15,7 @@ from inloop.alignment import Direction, Recording, Tape
 from inloop.alignment.plan import Plan
 from inloop.distributed import gather_numbers, is_distributed, is_sharded, own_part, whole
 from inloop.errors import BatchSizeError, UsageError
+from inloop.many import are_small, joined
 from inloop.policies import Policy, SourceInfo, source_policy
 from inloop.rewards import Reward
 from inloop.step import Draw
@@ -24,7 +25,9 @@ from inloop.warn import warn_once
 log = logging.getLogger("inloop")
 
 
-def refuse_wrong_arguments(model: object, policy: object, callbacks: Sequence[object], part: float) -> None:
+def refuse_wrong_arguments(
+    model: object, policy: object, callbacks: Sequence[object], part: object, record: object, generator: object
+) -> None:
     """Raise unless a learner can be made of these."""
     if not isinstance(model, nn.Module) or not isinstance(policy, Policy):
         got = f"InLoop({type(model).__name__}, {type(policy).__name__})"
@@ -33,8 +36,14 @@ def refuse_wrong_arguments(model: object, policy: object, callbacks: Sequence[ob
         )
     if not all(map(callable, callbacks)):
         raise UsageError(f"callback={callbacks!r}: allowed are a function of a StepReport, and a list of them.")
-    if not 0 < part <= 1:
-        raise UsageError(f"part={part}: allowed are numbers above 0, up to 1.")
+    if not isinstance(part, int | float) or not 0 < part <= 1:
+        raise UsageError(f"part={part!r}: allowed are numbers above 0, up to 1.")
+    if not isinstance(record, Recording):
+        raise UsageError(f"record={record!r}: allowed is an inloop.Recording, as in Recording(retain='half').")
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise UsageError(
+            f"generator={generator!r}: allowed is a torch.Generator, as in torch.Generator().manual_seed(0)."
+        )
 
 
 def as_scalar(loss: Tensor | float) -> Tensor:
@@ -45,11 +54,18 @@ def as_scalar(loss: Tensor | float) -> Tensor:
                 f"learner.step was given a loss of shape {tuple(loss.shape)}; the step's scalar loss is needed."
             )
         return whole(loss.detach()).reshape(())
+    if not isinstance(loss, int | float):
+        raise UsageError(
+            f"learner.step was given a loss that is a {type(loss).__name__}; a number is needed, or a tensor with one. Fix: of a model's output give "
+            "output.loss."
+        )
     return torch.tensor(float(loss), dtype=torch.float64, device="cpu")
 
 
 def scale_of(scaler: torch.amp.GradScaler | None) -> float:
     """What a scaler has multiplied the loss with."""
+    if scaler is not None and not hasattr(scaler, "get_scale"):
+        raise UsageError(f"scaler is a {type(scaler).__name__}; allowed are None and a torch.amp.GradScaler.")
     if scaler is None or not scaler.is_enabled():
         return 1.0
     states = getattr(scaler, "_per_optimizer_states", {}).values()
@@ -70,7 +86,8 @@ def gradient_norm(gradients: Direction) -> Tensor:
             values = _values(gradient) if gradient.is_sparse else gradient
             (sharded if type(values) is not Tensor and is_sharded(values) else plain).append(values)
     if not sharded and len({(values.device, values.dtype) for values in plain}) == 1:
-        norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(plain)))
+        values = joined(plain) if are_small(plain) else torch.stack(torch._foreach_norm(plain))
+        norm: Tensor = torch.linalg.vector_norm(values)
         return norm  # get_total_norm takes twice the time
     norms = [whole(get_total_norm(group)) for group in (plain, sharded) if group]
     return norms[0] if len(norms) == 1 else torch.tensor(math.hypot(*map(float, norms)), device="cpu")

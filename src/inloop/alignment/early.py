@@ -40,12 +40,13 @@ class EarlyAlignment:
 
     Attributes:
         state: "unknown", "on" or "off".
+        awaited: The calls of the waiting tape, by the parameters whose gradients have not arrived.
     """
 
     def __init__(self, allowed: bool) -> None:
         self.state: Literal["unknown", "on", "off"] = "unknown" if allowed else "off"
         self._tape: Tape | None = None  # the waiting tape, while this aligns it
-        self._users: dict[str, list[_Missing]] = {}  # its calls, by parameter
+        self.awaited: dict[str, list[_Missing]] = {}
         self._gradients: dict[str, Tensor | None] = {}  # those that arrived
         self._ready = Group({})  # calls whose gradients are complete
         self._compute: Compute | None = None
@@ -59,7 +60,7 @@ class EarlyAlignment:
         """
         self.stop()
         self._compute = compute
-        if self.state != "on" or waiting is None:
+        if self.state != "on" or waiting is None or waiting.is_one_group:
             return
         self._tape, self._ready, self._stream = waiting, Group(waiting.plan.sizes), waiting.stream
         for call in waiting.calls:
@@ -67,19 +68,19 @@ class EarlyAlignment:
                 names = set(call.parameter_names.values())
                 missing = _Missing(call, len(names))
                 for name in names:
-                    self._users.setdefault(name, []).append(missing)
+                    self.awaited.setdefault(name, []).append(missing)
 
     def stop(self) -> None:
         """Stop aligning; the rest of the waiting tape stays as it is."""
         self._tape = None
-        self._users.clear()
+        self.awaited.clear()
         self._gradients.clear()
         self._ready.take()
 
     def gradient_arrived(self, name: str, gradient: Tensor) -> None:
         """Align calls whose gradients are complete, now that a backward pass has finished the one of ``name``."""
-        users = None if gradient.is_sparse else self._users.pop(name, None)
-        if users is None or current_stream(gradient.device) != self._stream:
+        users = self.awaited.pop(name)
+        if gradient.is_sparse or current_stream(gradient.device) != self._stream:
             return
         self._gradients[name] = gradient.detach()
         is_full = False

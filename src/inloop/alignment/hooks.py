@@ -26,8 +26,7 @@ def hook_gradient(output: Tensor, waiting: Waiting) -> None:
     must be the only one of its base that is used. An expanded view cannot change in place, and its base has fewer rows.
     """
     base = output._base
-    is_expanded = any([stride == 0 and size > 1 for stride, size in zip(output.stride(), output.shape, strict=True)])
-    if base is None or is_expanded:
+    if base is None or _is_expanded(output):
 
         def write(dout: Tensor) -> None:
             waiting.write(dout)
@@ -44,6 +43,10 @@ def hook_gradient(output: Tensor, waiting: Waiting) -> None:
         waiting.write(dbase.as_strided(size, stride, dbase.storage_offset() + offset - base_offset))
 
     base.register_hook(write_part)
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    return any([stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)])
 
 
 class Exchange:

@@ -270,4 +270,6 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 def versions_of(tree: Any) -> tuple[int, ...]:
     """Return how often torch has written into each tensor. A detached tensor shares the count of its original."""
+    if type(tree) is tuple and len(tree) == 1 and type(tree[0]) is Tensor:
+        return (tree[0]._version,)
     return tuple([tensor._version for tensor in tensors_in(tree)])

@@ -177,13 +177,18 @@ class StepDerivative:
             }
 
     def state_dict(self) -> dict[str, Any]:
-        return {"steps": list(self._steps)}
+        return {"kinds": [type(optimizer).__name__ for optimizer in self.optimizers], "steps": list(self._steps)}
 
     def refuse_other_state(self, state: dict[str, Any]) -> None:
         """Raise if the state is of another number of optimizers."""
         if len(state["steps"]) != len(self.optimizers):
             raise UsageError(
-                f"The state is of a learner with {len(state['steps'])} optimizer(s); this one has {len(self.optimizers)}."
+                f"The state is of a learner with {len(state['steps'])} optimizer(s); this one has {len(self.optimizers)}. Fix: make it alike."
+            )
+        if state["kinds"] != (kinds := self.state_dict()["kinds"]):
+            raise UsageError(
+                f"The state is of a learner with {', '.join(map(str, state['kinds']))}; this one has {', '.join(kinds)}, whose rewards are others. Fix: "
+                "make it alike; or keep the shares alone, with policy.load_state_dict(state['policy'])."
             )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from torch.optim.adamax import Adamax
 from torch.optim.adamw import AdamW
 from torch.optim.sgd import SGD
 
+from inloop.many import together
 from inloop.optimizers.registry import Count, Group, ManyDerivatives, State, register_derivative, register_many
 
 
@@ -85,16 +86,20 @@ def _many_of_adam(
         return None
     (beta1, beta2), moment = group["betas"], "max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"
     first, second = 1 - beta1**count, 1 - beta2**count
-    denominators = torch._foreach_sqrt([state[moment] for state in states])
-    least = group["eps"] * second**0.5
-    if isinstance(least, Tensor):  # _foreach_add_ would read it on the host
-        torch.ops.aten._foreach_add_.Tensor(denominators, least)
-    else:
-        torch._foreach_add_(denominators, least)
-    products = torch._foreach_div(list(directions), denominators)
     factor = group["lr"] * (1 - beta1) * second**0.5 / first
-    torch._foreach_mul_(products, -factor if group.get("maximize") else factor)
-    return products
+    factor, least = -factor if group.get("maximize") else factor, group["eps"] * second**0.5
+
+    def compute(directions: list[Tensor], moments: list[Tensor]) -> Sequence[Tensor]:
+        denominators = torch._foreach_sqrt(moments)
+        if isinstance(least, Tensor):  # _foreach_add_ would read it on the host
+            torch.ops.aten._foreach_add_.Tensor(denominators, least)
+        else:
+            torch._foreach_add_(denominators, least)
+        products = torch._foreach_div(directions, denominators)
+        torch._foreach_mul_(products, factor)
+        return products
+
+    return together(compute, list(directions), [state[moment] for state in states])
 
 
 @_diagonal(Adam, AdamW, many=_many_of_adam)
