@@ -12,6 +12,7 @@ import inloop
 from inloop.alignment import linear_in_parameters
 from inloop.alignment.rules import _RULES
 from inloop.cli import main
+from inloop.errors import UsageError
 from tests.alignment.architectures import ARCHITECTURES
 
 
@@ -216,3 +217,32 @@ def test_a_backward_pass_that_cannot_be_repeated():
     report = inloop.check(Model(), *small()[1:])
     assert report.ok
     assert report.max_relative_error < 1e-9
+
+
+def test_losses_that_nothing_recorded_enters_are_no_success():
+    model, (x, y), _ = small(nn.Linear(8, 3))
+    other = nn.Linear(8, 3)
+    closes_over_another = inloop.check(model, (x, y), lambda model, batch: classify(other, batch))
+    assert not closes_over_another.ok
+    assert "No parameter of the model was compared" in closes_over_another.problems[0]
+
+    def functional(model, batch):
+        parameters = dict(model.named_parameters())
+
+        def loss(x, y):
+            return F.cross_entropy(torch.func.functional_call(model, parameters, (x,)), y)
+
+        return torch.func.vmap(loss)(*batch)
+
+    report = inloop.check(model, (x, y), functional)
+    assert not report.ok
+    assert "Parameter '0.weight' enters the loss" in report.problems[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [(abs, "a torch.nn.Module is needed"), (nn.Linear(2, 2).requires_grad_(False), "no parameter")],
+)
+def test_models_that_cannot_be_checked(model, message):
+    with pytest.raises(UsageError, match=message):
+        inloop.check(model, torch.zeros(4, 2), classify)

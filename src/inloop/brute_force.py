@@ -16,6 +16,7 @@ Losses = Callable[[nn.Module, Any], Tensor]
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 _REPEATED = 1e-2  # far above rounding in any precision, below what a graph that cannot be repeated gives
+LEFT_OUT = "not counted (layers=)"
 _SMALL = 1e-3  # a parameter's contributions below this share of the largest are compared on that scale
 
 
@@ -150,5 +151,5 @@ def _note(model: nn.Module, name: str, parameter: nn.Parameter, rule: str, brute
         return "not counted; pass batchnorm_affine=True to count it"
     if not rule:
         used = brute is not None and bool(brute.any())
-        return "not counted (layers=)" if used else "does not enter the loss"
+        return LEFT_OUT if used else "does not enter the loss"
     return "costs a forward and two backward passes" if "run again" in rule or "operation" in rule else ""

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from inloop.alignment.call import MODULE_TABLES
 from inloop.alignment.inputs import exchanged, has_several_rows, neighbours, tensors_of
 from inloop.alignment.plan import LayerFilter
-from inloop.brute_force import Losses, Row, compare
+from inloop.brute_force import LEFT_OUT, Losses, Row, compare
 from inloop.errors import InloopError, UsageError
 from inloop.randomness import untouched_generators
 
@@ -37,6 +37,15 @@ _THEY_DO_NOT = (
 _HOW_THEY_COST = (
     "{:.0%} of the rewards' time goes to modules without a rule of their own ({}): inloop runs them again. This is exact; if it is too "
     "slow, register a rule (inloop.alignment_rule) or leave them out with layers=."
+)
+_NOT_COUNTED = (
+    "Parameter '{}' enters the loss, and no recorded layer or operation used it, so its part of the rewards is missing. What usually is the reason: it "
+    "is used outside of the model's forward pass, in a custom autograd function, or in torch.func. Fix: use it in forward by plain torch functions and "
+    "call the model itself, or leave its module out with layers=."
+)
+_NOTHING_COMPARED = (
+    "No parameter of the model was compared: none that can be trained enters the losses through a recorded layer. Fix: let losses(model, batch) call the "
+    "model that it is given, with gradients, and choose at least one of its layers with layers=."
 )
 _CHANGE = 1e-4  # of a loss, that is more than rounding
 
@@ -99,6 +108,10 @@ def check(
         >>> report.ok, report.max_relative_error < 1e-9
         (True, True)
     """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model is a {type(model).__name__}; a torch.nn.Module is needed.")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UsageError("The model has no parameter that can be trained. Fix: requires_grad_(True) on those that are.")
     if num_examples < 2:
         raise UsageError(f"num_examples={num_examples}: at least 2 are needed.")
     warnings: list[str] = []
@@ -138,7 +151,11 @@ def _compared(model: nn.Module, batch: Any, losses: Losses, options: dict[str, A
     wrong = [row for row in rows if row.relative_error is not None and not row.exact]
     interact = bool(wrong) and _interact(model, batch, losses)
     problems = [_how_they_differ(wrong, len(rows), interact)] if wrong else []
-    return Check(rows, 0, str(dtype).removeprefix("torch."), interact, problems, [] if wrong else _warnings(rows))
+    if options["layers"] is None:
+        problems += [_NOT_COUNTED.format(row.parameter) for row in rows if row.note == LEFT_OUT][:1]
+    if not problems and all(row.relative_error is None for row in rows):
+        problems = [_NOTHING_COMPARED]
+    return Check(rows, 0, str(dtype).removeprefix("torch."), interact, problems, [] if problems else _warnings(rows))
 
 
 @torch.no_grad()

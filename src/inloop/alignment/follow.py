@@ -290,6 +290,7 @@ class Watch:
         knows_layouts: Whether ``layouts`` was found out.
         layouts: Where the examples are in the layers' outputs, if not on the first axis.
         num_examples: The number of examples of the pass, from its first input.
+        num_passes: How many passes it has watched.
         is_asleep: Whether it waits for a pass with several examples.
         part: The name of the part of the model that was called; "" for the model itself, whose first input has the examples.
         has_one_example: Whether that has one example, whose all rows then are.
@@ -308,7 +309,7 @@ class Watch:
         self.knows_layouts = find_examples is None
         self.layouts: Layouts = {}
         self.num_examples: int | None = None
-        self.part, self.has_one_example = "", False
+        self.part, self.has_one_example, self.num_passes = "", False, 0
         self._plan, self._is_active, self._record = plan, is_active, record
         self._announced, self._find_examples = announced, find_examples
         self._tracer: Tracer | None = None
@@ -372,7 +373,7 @@ class Watch:
         return bool(self._layers) and not self._layers[-1]
 
     def enter_model(self, model: nn.Module, part: str, inputs: Any) -> None:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
             return
         if self._tracer is not None:
             self._depth += 1
@@ -401,6 +402,7 @@ class Watch:
             model, partial(self._name_of, model), self.num_examples, self._use, self._is_shared, constants
         )
         self._tracer.__enter__()  # type: ignore[no-untyped-call]
+        self.num_passes += 1
 
     def _note_layouts(self, layouts: Layouts | None, part: str) -> None:
         if layouts is None:

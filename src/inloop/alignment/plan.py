@@ -77,7 +77,7 @@ class Plan:
         aliases: Every name of every parameter -> its canonical name.
         shapes: Canonical name -> shape.
         sizes: Canonical name -> about how many bytes it has.
-        used_elsewhere: Parameters of modules that are not recorded: left out, or tied to recorded ones.
+        used_elsewhere: Parameters of modules that are left out. Recorded modules may share them.
         bare: Parameters that only the operations using them can account for, by canonical name.
     """
 
@@ -87,6 +87,11 @@ class Plan:
     sizes: Mapping[str, int]
     used_elsewhere: frozenset[str]
     bare: Mapping[str, nn.Parameter]
+
+    @property
+    def nbytes(self) -> int:
+        """About how many bytes its parameters have."""
+        return sum(self.sizes.values())
 
     def trainable(self) -> set[str]:
         """Return the canonical names of all recorded parameters that are not frozen now."""
@@ -134,16 +139,17 @@ def make_plan(model: nn.Module, layers: LayerFilter | None = None, batchnorm_aff
     wanted = as_predicate(model, layers)
     sequence_first = {id(part) for module in model.modules() if _is_sequence_first(module) for part in module.modules()}
     sites, bare = [], {}
+    left_out: set[str] = set()
     for name, module, rule, is_followed in _owners(model):
-        if not wanted(name, module) or (isinstance(module, _BatchNorm) and not batchnorm_affine):
-            continue
+        own = dict(_bare_parameters(module)) if is_followed else _parameters_of(module, rule)
         prefix = f"{name}." if name else ""
-        if is_followed:
-            bare.update({names[prefix + local]: value for local, value in _bare_parameters(module)})
-            continue
-        own = _parameters_of(module, rule)
-        of_site = {local: names[prefix + local] for local, value in own.items() if value is not None}
-        sites.append(Site(name, module, rule, of_site, id(module) in sequence_first))
+        of_owner = {local: names[prefix + local] for local, value in own.items() if value is not None}
+        if not wanted(name, module) or (isinstance(module, _BatchNorm) and not batchnorm_affine):
+            left_out.update(of_owner.values())
+        elif is_followed:
+            bare.update({of_owner[local]: value for local, value in _bare_parameters(module)})
+        else:
+            sites.append(Site(name, module, rule, of_owner, id(module) in sequence_first))
     problems = [f"'{site.name}' ({type(site.module).__name__}): {why}" for site in sites if (why := _refusal(site))]
     problems += [f"parameter '{name}': it is complex" for name, p in bare.items() if p.requires_grad and p.is_complex()]
     if problems:
@@ -157,17 +163,7 @@ def make_plan(model: nn.Module, layers: LayerFilter | None = None, batchnorm_aff
         )
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     sizes = {name: _PRECISION * shape.numel() for name, shape in shapes.items()}
-    return Plan(tuple(sites), names, shapes, sizes, _used_elsewhere(model, sites, names) - set(bare), bare)
-
-
-def _used_elsewhere(model: nn.Module, sites: list[Site], names: Mapping[str, str]) -> frozenset[str]:
-    recorded = {id(module) for site in sites for module in site.module.modules()}
-    return frozenset(
-        names[f"{path}.{local}" if path else local]
-        for path, module in model.named_modules(remove_duplicate=False)
-        for local, parameter in module._parameters.items()
-        if parameter is not None and id(module) not in recorded
-    )
+    return Plan(tuple(sites), names, shapes, sizes, frozenset(left_out - set(bare)), bare)
 
 
 def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, Rule | None, bool]]:
@@ -184,7 +180,9 @@ def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, Rule | None, boo
             if next(module.parameters(), None) is not None:
                 yield name, module, None, False  # make_plan refuses it by name
             continue
-        called = not _is_never_called(module)  # else its parent accounts for its parameters
+        called = not name or not _is_never_called(
+            module
+        )  # else its parent accounts for its parameters; the model has none
         if rule := rule_for(module) if called and _owns_parameters(module) else None:
             yield name, module, rule, False
         elif called and _owns_parameters(module) and not _is_followed(module, half):
@@ -202,6 +200,8 @@ def _is_followed(module: nn.Module, half: float) -> bool:
     """Whether to follow a module's own parameters: as one function it would be most of the model, or mix examples."""
     if is_parametrized(module) or isinstance(module, nn.RNNBase | nn.MultiheadAttention):
         return False
+    if type(module).forward is nn.Module.forward and "forward" not in module.__dict__:
+        return True  # it is never called as one function
     bare = {id(parameter) for _, parameter in _bare_parameters(module)}
     rest = _num_elements(parameter for parameter in module.parameters() if id(parameter) not in bare)
     return rest > half or (rest > 0 and any(isinstance(child, _BatchNorm) for child in module.modules()))
@@ -209,7 +209,9 @@ def _is_followed(module: nn.Module, half: float) -> bool:
 
 def _is_never_called(module: nn.Module) -> bool:
     """Whether the module has no forward, like ParameterList."""
-    return not isinstance(module, torch.jit.ScriptModule) and type(module).forward is nn.Module.forward
+    if isinstance(module, torch.jit.ScriptModule) or "forward" in module.__dict__:
+        return False
+    return type(module).forward is nn.Module.forward
 
 
 def _num_elements(parameters: Iterable[nn.Parameter]) -> int:

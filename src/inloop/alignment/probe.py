@@ -176,14 +176,27 @@ def _try(
         lost.sort(key=lambda key: key[0] == _OUTPUT)
         shape = tuple(before[lost[0]][0][0])
         raise UnsupportedLayerError(
-            f"When some examples of the batch are exchanged, other rows of '{lost[0][0]}', of shape {shape}, change than theirs, or none: "
-            f"the rows are not the {num_examples} examples in their order, or examples depend on each other or on their place. Whose a row "
-            "is stays unknown. Fix: give the layer a row for each example, in order (sort and route outside of the model), pass the batch "
-            "as the model's first tensor, which is where the examples are counted (or say how many there are with capture(num_examples=), as a "
-            "learner does by itself), hold what all examples share, such as the texts of classes, in a buffer of the model if it has as many "
-            "rows as there are examples, or leave the layer out with layers=."
+            f"When some of the batch's {num_examples} examples are exchanged, other rows of {_named(lost[0][0])}, of shape {shape}, change than theirs, or "
+            f"none. So it is unknown whose a row is. {_REASONS}"
         )
     return {key: layout for key, layout in (found | shared).items() if layout != Layout() and key[0] != _OUTPUT}
+
+
+_REASONS = """Fix: see which of the usual reasons it is.
+  - examples are not on the first axis of the model's input ([positions, N, ...]): transpose it, with batch_first=True in the layers
+  - the model sorts, shifts or routes examples: do that outside of it, and give each layer a row for each example, in order
+  - the model compares examples (contrastive scores): leave that layer out
+  - the first tensor that the model is given is not the batch (a mask): pass the batch first, or say capture(num_examples=N), as a learner does by itself
+  - all examples share it, and it has as many rows as there are examples (texts of classes): hold it in a buffer of the model
+Or leave the layer out with layers=."""
+
+
+def _named(key: str | tuple[str, ...]) -> str:
+    """Name a layer, or an operation by its parameters."""
+    if isinstance(key, str):
+        return f"'{key}'"
+    *parameters, operation = key
+    return f"{', '.join(map(repr, parameters))} {operation}"
 
 
 def _differ(inputs: Inputs, others: Inputs) -> bool:

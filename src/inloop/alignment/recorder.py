@@ -47,6 +47,7 @@ from inloop.distributed import is_sharded
 from inloop.errors import UnsupportedLayerError
 from inloop.hooks import Hook, remove_all
 from inloop.uncompiled import run_compiled_again, run_uncompiled
+from inloop.warn import warn_once
 
 log = logging.getLogger("inloop")
 
@@ -87,6 +88,7 @@ class Recorder:
         self.saw_gradient = False
         self._is_removed = False
         self._parts: set[tuple[int, str]] = set()  # by micro-batch, what was called of the model; "" for itself
+        self._pass_of_batch: dict[int, int] = {}  # the first pass through the model, by micro-batch
         self._has_warned = False
         self.plan = plan
         self._make_model_call = make_model_call
@@ -153,6 +155,7 @@ class Recorder:
             return
         if watch.is_whole and watch.num_examples is not None:
             tape.given[tape.batch] = watch.num_examples
+        self._warn_of_two_passes(watch, tape)
         if watch.is_asleep or torch._C._current_graph_task_id() != -1:  # in a backward pass, a checkpoint runs again
             return
         self._parts.add((tape.batch, watch.part if watch.is_running else name))
@@ -164,6 +167,17 @@ class Recorder:
                 "cannot be seen. Each row is taken to be the example at its place in the batch. If rows are sorted between the parts, or shared by all "
                 "examples (texts of classes), rewards are wrong. Fix: compare with inloop.check once, or call the model itself (shown once)",
                 ", ".join(f"'{part}'" if part else "its forward pass" for part in sorted(parts)[:3]),
+            )
+
+    def _warn_of_two_passes(self, watch: Watch, tape: Tape) -> None:
+        """Warn if the model is called twice for one micro-batch, perhaps on other examples of the same number."""
+        if not (watch.is_whole and watch.is_running) or torch._C._current_graph_task_id() != -1:
+            return
+        if self._pass_of_batch.setdefault(tape.batch, watch.num_passes) != watch.num_passes:
+            warn_once(
+                "the model is called twice for one (micro-)batch. Rows at the same place count for the same example, which is right for two views "
+                "of it, and wrong if the second call is on other examples. Fix: call learner.sample before each micro-batch; back-propagate a loss on "
+                "other examples after learner.step (shown once)"
             )
 
     @property
@@ -187,6 +201,7 @@ class Recorder:
         """
         self.stop()
         self._parts.clear()
+        self._pass_of_batch.clear()
         if self._not_followed:
             self._follow_gradients()
         one_pass = self.early is not None and self.early.state == "on"
@@ -246,10 +261,11 @@ class _AfterGradient(Hook[Recorder]):
         if recorder is None:
             return
         recorder.saw_gradient = True
-        if recorder.early is not None and parameter.grad is not None:
-            recorder.early.gradient_arrived(self.name, parameter.grad)
-        if recorder.tape is not None:
-            recorder.tape.note_gradient(self.name, parameter.grad)
+        gradient, early, tape = parameter.grad, recorder.early, recorder.tape
+        if early is not None and gradient is not None and self.name in early.awaited:
+            early.gradient_arrived(self.name, gradient)
+        if tape is not None:
+            tape.note_gradient(self.name, gradient)
 
 
 class _Operations:

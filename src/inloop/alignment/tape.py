@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from inloop.alignment import sizes
 from inloop.alignment.black_box import BeforeCall
 from inloop.alignment.call import LayerCall, Recorded
 from inloop.alignment.direction import Compute, Computed, Direction, in_parts, resolve_direction, values_of
@@ -108,6 +109,7 @@ class Tape:
         self._ready = Group(plan.sizes)  # calls to align with the known direction
         self._sizes: dict[int, int] | None = None
         self._aligned_with: dict[str, tuple[int, int]] = {}
+        self._bytes = plan.nbytes  # of the parameters, and of all calls that were written
 
     # ---------------------------------------------------------------- writing
 
@@ -159,6 +161,7 @@ class Tape:
 
     def write(self, call: Kept) -> None:
         self.calls.append(call)
+        self._bytes += call.nbytes
         self.accounted.update(call.parameter_names.values())
 
     def _rows_to_keep(self, call: LayerCall, dout: Tensor) -> tuple[LayerCall, Tensor]:
@@ -193,7 +196,7 @@ class Tape:
 
     def note_gradient(self, name: str, gradient: Tensor | None) -> None:
         """Note that a backward pass reached a parameter. A second one adds to its gradient, unless it was cleared."""
-        self.reached[name] += 1
+        self.reached[name] = self.reached.get(name, 0) + 1
         if gradient is None:
             return
         if self._first_gradient is None:
@@ -274,20 +277,20 @@ class Tape:
             )
         if unseen := (trainable & self.reached.keys()) - self.accounted - plan.used_elsewhere:
             refuse_unseen_uses(unseen)
-        sizes = {batch: size for batch, size in self.batch_sizes().items() if only_batch in (None, batch)}
-        sums = {batch: each.copy() for batch, each in self._sums.items() if batch in sizes}
-        calls = [call for call in self.calls if call.batch in sizes]
+        wanted = {batch: size for batch, size in self.batch_sizes().items() if only_batch in (None, batch)}
+        sums = {batch: each.copy() for batch, each in self._sums.items() if batch in wanted}
+        calls = [call for call in self.calls if call.batch in wanted]
         for some in in_parts(resolved, plan):
-            for group in groups_of(calls, plan.sizes):
+            for group in [calls] if calls and self.is_one_group else groups_of(calls, plan.sizes):
                 self._add(sums, group, some)
         totals = {batch: each.total() for batch, each in sums.items()}
-        if len(sizes) == 1 and len(totals) == 1:
+        if len(wanted) == 1 and len(totals) == 1:
             return next(iter(totals.values()))
         device = next(iter(totals.values())).device if totals else self.calls[0].device
         return torch.cat(
             [
                 totals[batch] if batch in totals else torch.zeros(len(self.part.get(batch, range(size))), device=device)
-                for batch, size in sizes.items()
+                for batch, size in wanted.items()
             ]
         )
 
@@ -416,6 +419,11 @@ class Tape:
         """Whether a call was aligned ahead, so that its tensors are released."""
         return bool(self._aligned_with)
 
+    @property
+    def is_one_group(self) -> bool:
+        """Whether the tape is too small to be aligned in several groups."""
+        return not self.calls or self._bytes <= sizes.of_device(sizes.GROUP, self.calls[0].device)
+
     def differs_from(self, direction: Direction) -> bool:
         """Whether ``direction`` is not, or no longer, the gradients that calls were aligned with ahead."""
         raw = direction.raw if isinstance(direction, Computed) else direction
@@ -438,6 +446,11 @@ _SHARED = (
     "Fix: what all examples share (positions) needs a batch axis of its own, as in positions.expand(N, -1), so that each "
     "example has a part of its own in the gradient."
 )
+_REASONS_FOR_OTHER_ROWS = """Fix: see which of the usual reasons it is.
+  - all examples share it (positions): give it a batch axis of its own, as in positions.expand(N, -1)
+  - it is given some of the examples, or of their rows (experts, early exits, masked tokens): give it all of them, and multiply by a mask
+  - examples are folded with positions: keep examples on the first axis
+  - its rows are those of a packed sequence or a graph: give it a padded batch, [N, rows, ...]"""
 
 
 def structure_of(calls: Sequence[Kept]) -> Structure:
@@ -476,11 +489,10 @@ def _disagreement(call: Kept, known: Kept) -> str:
     if call.name == known.name:
         return (
             f"Layer '{call.name}' was called with {known.num_recorded} and with {call.num_recorded} examples in one micro-batch. "
-            "Fix: record one pass at a time; with a learner, call learner.sample(n) before each micro-batch and put passes that "
-            "are not part of the step into learner.paused()."
+            "Fix: record one pass at a time. With a learner, call learner.sample(n) before each micro-batch; put passes that do not train the model "
+            "into learner.paused(); and back-propagate a loss on other examples after learner.step."
         )
     return (
         f"Layer '{call.name}' saw {call.num_recorded} rows, layer '{known.name}' {known.num_recorded}. The first axis of every "
-        f"layer's output must count the examples. {_SHARED} Or keep examples on the first axis instead of folding them into "
-        f"another, or leave the layer out: layers=lambda name, module: name != '{call.name}'."
+        f"layer's output must count the examples. {_REASONS_FOR_OTHER_ROWS}\nOr leave the layer out: layers=lambda name, module: name != '{call.name}'."
     )

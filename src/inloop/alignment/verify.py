@@ -165,13 +165,20 @@ def _largest_beside(calls: Sequence[Kept], name: str, norms: Mapping[str, float]
     return max((norms.get(other, 0.0) for call in boxes for other in call.parameter_names.values()), default=0.0)
 
 
-_CAUSES = """Usual reasons, and what to do:
+_CAUSES = """Fix: see which of the usual reasons it is.
   - gradients of the step before were not cleared: optimizer.zero_grad() after optimizer.step()
   - they were clipped or scaled before they were looked at: call learner.step(loss) right after loss.backward()
   - learner.step was called for a micro-batch: once for each optimizer step, after the last of its backward passes
   - the loss has a penalty on the weights, which belongs to no example: loss.backward(); learner.step(loss); penalty.backward(); optimizer.step()
+  - a hook on a tensor or a parameter scales the gradient: scale the loss, or the learning rate
   - a backward pass that is not part of the step (SAM's first, all but the last of LBFGS's closure, a probe): put it into `with learner.paused():`
 If none of them is it, inloop.check(model, batch, losses) compares every parameter with brute force."""
+_UNUSED = """No recorded layer used it. Fix: see which of the usual reasons it is.
+  - it is used outside of the model's forward pass, in a method or in the loss: use it in forward, and call the model itself
+  - its module is not called, only its weight is used: call the module
+  - it is used within a reentrant checkpoint: torch.utils.checkpoint.checkpoint(..., use_reentrant=False)
+  - a layer was exchanged after recording began: make the learner, or the recording, for the model as it is now
+Or leave it out with layers=."""
 _ADDED_IN_BFLOAT16 = (
     "On a CPU, torch adds up the gradients of norms over examples and positions in bfloat16, so they are far too small with a few thousand rows. "
     "Fix: keep the norm in float32 (torch.autocast(..., enabled=False) around it), or if you accept these gradients, Recording(verify=False)."
@@ -193,10 +200,7 @@ def _what_is_wrong(name: str, total: float, norm: float, added_in_bfloat16: bool
     if added_in_bfloat16 and abs(total) > norm:
         cause = _ADDED_IN_BFLOAT16
     elif total == 0.0:
-        cause = (
-            "No recorded layer used it. Either it is used without calling its module (functional use of the weight), or the hooks "
-            "did not run. Fix: call the module, or leave the parameter out with layers=."
-        )
+        cause = _UNUSED
     else:
         cause = _CAUSES
         if world_size() > 1:
