@@ -134,6 +134,8 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from None
     header = _HEADER.match(content)
+    if not content:
+        raise CheckpointError(f"{path} is empty: it was not written to its end, or was damaged later.")
     if header is None:
         raise CheckpointError(f"{path} is no checkpoint of inloop: it begins with {content[:24]!r}.")
     if int(header[1]) != _FORMAT:

@@ -101,8 +101,8 @@ class InLoop:
         callback: Callable[[StepReport], None] | Sequence[Callable[[StepReport], None]] | None = None,
     ) -> None:
         self.callbacks = callback if isinstance(callback, Sequence) else [] if callback is None else [callback]
-        refuse_wrong_arguments(model, policy, self.callbacks, part)
-        record = record or Recording()
+        record = Recording() if record is None else record
+        refuse_wrong_arguments(model, policy, self.callbacks, part, record, generator)
         self.model = model = unwrapped(model)
         self.policy, self.interleave, self.part = policy.cpu(), interleave, part
         self.reward = as_reward(reward)
@@ -142,6 +142,7 @@ class InLoop:
     def step(
         self,
         loss: Tensor | float,
+        *,
         scaler: torch.amp.GradScaler | None = None,
         losses: Tensor | None = None,
         logits: Tensor | None = None,

@@ -279,6 +279,7 @@ class StepRecorder:
 
     def state_dict(self) -> dict[str, Any]:
         return {
+            "model": self._digest_of_model(),
             "segments": self._segments,
             "verified": dict(self._verified),
             "has_new_kind": self._has_new_kind,
@@ -287,6 +288,11 @@ class StepRecorder:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["model"] != self._digest_of_model():
+            raise UsageError(
+                "The state is of a learner of another model, whose parameters have other names or shapes. Fix: make the model as it was; or keep the "
+                "shares alone, with policy.load_state_dict(state['policy'])."
+            )
         segments = state["segments"]
         if unknown := set(segments or ()) - {name for name, _ in self._model.named_modules()}:
             raise UsageError(f"The state is of a model with a module '{min(unknown)}', which this one has not.")
@@ -297,6 +303,11 @@ class StepRecorder:
         if segments is not None:
             self._record_segments(list(segments))
         self._verified, self._has_new_kind = Counter(state["verified"]), state["has_new_kind"]
+
+    def _digest_of_model(self) -> str:
+        """A digest of the names and shapes of the parameters."""
+        shapes = [(name, tuple(parameter.shape)) for name, parameter in self._model.named_parameters()]
+        return hashlib.sha256(repr(shapes).encode()).hexdigest()[:16]
 
     def optimizer_has_stepped(self, optimizer: Optimizer) -> None:
         """Note that an optimizer, of this model or of another, has done a step; fused ones do not raise the versions of tensors."""

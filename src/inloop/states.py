@@ -9,7 +9,7 @@ from inloop.errors import UsageError
 
 # tensors of any length, and the axis that it is the length of
 _GROWING = {"means": 0, "numbers": 0, "told_labels": 1, "everyone": 0, "rewarded_rows": 0, "generator": 0}
-_MAY_BE_NONE = ("segments", "rewarded_rows")
+_MAY_BE_NONE = ("segments", "rewarded_rows", "size")
 _MAY_BE_ANYTHING = ("shares", "averages", "state")  # numbers that need not be finite: not known yet, or the model's own
 _ANY_KEYS = ("verified", "state")  # kinds of steps, and the parameters that an optimizer has moved
 
@@ -51,6 +51,14 @@ def refuse_other_structure(state: Any, own: Any, path: str) -> None:
         _refuse(path, state, f"a {type(own).__name__}")
     elif isinstance(own, int) and int(state) < 0:
         _refuse(path, state, "a whole number from 0")
+
+
+def refuse_no_state(state: Any, own: Mapping[str, Any], kind: str) -> None:
+    """Raise unless ``state`` is a mapping with the entries of ``own``, the state of a ``kind``."""
+    if isinstance(state, Mapping) and state.keys() == own.keys():
+        return
+    got = f"it has {sorted(map(str, state))[:5]}" if isinstance(state, Mapping) else f"it is a {type(state).__name__}"
+    raise UsageError(f"This is no state of a {kind}: {got}. Fix: give what state_dict() of a {kind} returned.")
 
 
 def _fixed(shape: Sequence[int], name: str) -> list[int]:

@@ -44,6 +44,37 @@ def test_bad_arguments_are_named_and_leave_no_hooks(options, message):
     assert num_hooks(net) == 0
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"record": {}}, "record={}: allowed is an inloop.Recording"),
+        ({"part": "half"}, "part='half': allowed are numbers"),
+        ({"generator": 3}, "generator=3: allowed is a torch.Generator"),
+        ({"reference": (torch.zeros(9), torch.zeros(9))}, "reference=a tuple: allowed are .*lambda: F.cross_entropy"),
+    ],
+)
+def test_options_of_the_wrong_kind_are_named(options, message):
+    net = make_net()
+    with pytest.raises(UsageError, match=message):
+        InLoop(net, MixturePolicy(3), **options)
+    assert num_hooks(net) == 0
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ({"loss": {"loss": 1.0}}, "a loss that is a dict; .* give output.loss"),
+        ({"scaler": "x"}, "scaler is a str; allowed are None and a torch.amp.GradScaler"),
+        ({"logits": {"logits": 1}, "labels": torch.zeros(2)}, "logits that are a dict; .* give output.logits"),
+    ],
+)
+def test_what_a_step_is_told_must_be_of_the_right_kind(told, message):
+    run = Run()
+    run.learner.sample(2)
+    with pytest.raises(UsageError, match=message):
+        run.learner.step(**{"loss": 1.0, **told})
+
+
 def test_arguments_of_the_wrong_kind_are_named():
     with pytest.raises(UsageError, match=r"InLoop\(MixturePolicy, Sequential\): the first argument is the model"):
         InLoop(MixturePolicy(3), make_net())

@@ -129,6 +129,21 @@ def test_the_state_of_another_update_rule_is_refused():
         Run(update=False).learner.load_state_dict(run.learner.state_dict())
 
 
+def test_states_of_another_model_or_optimizer_are_refused():
+    """Their statistics and verdicts would go on as if it were the same run."""
+
+    def state_of(width=4, optimizer=torch.optim.AdamW):
+        model = torch.nn.Sequential(torch.nn.Linear(2, width), torch.nn.Linear(width, 2))
+        return inloop.InLoop(model, inloop.MixturePolicy(2), optimizer=optimizer(model.parameters()))
+
+    learner = state_of()
+    learner.load_state_dict(state_of().state_dict())
+    with pytest.raises(UsageError, match=r"another model, .*policy.load_state_dict\(state\['policy'\]\)"):
+        learner.load_state_dict(state_of(width=5).state_dict())
+    with pytest.raises(UsageError, match="a learner with SGD; this one has AdamW"):
+        learner.load_state_dict(state_of(optimizer=torch.optim.SGD).state_dict())
+
+
 def test_a_state_of_other_sources_is_refused_by_their_names():
     def learner(names):
         mixture = inloop.Mixture({name: (torch.randn(6, 4), torch.zeros(6).long()) for name in names})

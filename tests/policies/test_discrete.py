@@ -7,7 +7,7 @@ from hypothesis import given
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from inloop import Bernoulli, Categorical, MixturePolicy
+from inloop import Bernoulli, Categorical, Mixture, MixturePolicy
 from inloop.errors import UsageError
 from inloop.policies.mixture import log_inverted_softmax
 
@@ -269,3 +269,11 @@ def test_a_prior_of_zero_with_limits(limits):
     assert float(policy.probabilities()[3]) == 0
     assert 3 not in policy.neutral(200).tolist()
     assert len(policy.neutral(0)) == 0
+
+
+def test_shares_may_be_given_by_name():
+    mixture = Mixture({"web": (torch.zeros(3),), "books": (torch.zeros(3),)})
+    policy = MixturePolicy(mixture, prior={"books": 3.0, "web": 1.0}, floor={"web": 0.2, "books": 0.0})
+    assert policy.probabilities().tolist() == pytest.approx([0.4, 0.6])
+    with pytest.raises(UsageError, match="prior= is given for web; the sources are web, books"):
+        MixturePolicy(mixture, prior={"web": 1.0})

@@ -19,6 +19,7 @@ from inloop.mixture.mixture import Mixture
 from inloop.mixture.sources import Key, StreamSource
 from inloop.policies import Actions, Discrete, source_policy
 from inloop.randomness import default_generator
+from inloop.states import refuse_no_state
 from inloop.step import Draw
 
 if TYPE_CHECKING:
@@ -195,6 +196,7 @@ class MixtureLoader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`; iterate anew afterwards."""
+        refuse_no_state(state, self.state_dict(within_step=True), "MixtureLoader")
         self.mixture.load_state_dict(state["mixture"])
         self.num_ordered, self.num_yielded, self._ended = state["num_ordered"], state["num_yielded"], False
         self._on_order = deque(

@@ -16,6 +16,7 @@ from inloop.mixture.labels import label_counts
 from inloop.mixture.sources import IndexedSource, Key, StreamSource, as_source
 from inloop.policies import Actions, source_of
 from inloop.randomness import default_generator, on_cpu, untouched_generators
+from inloop.states import refuse_no_state
 
 if TYPE_CHECKING:
     from inloop.learner import InLoop
@@ -218,10 +219,13 @@ class Mixture:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`."""
+        refuse_no_state(state, self.state_dict(), "Mixture")
         if len(state["sources"]) != len(self.sources):
             raise UsageError(
-                f"The state is of a mixture of {len(state['sources'])} sources; this one has {len(self.sources)}."
+                f"The state is of a mixture of {len(state['sources'])} sources; this one has {len(self.sources)}. Fix: make the mixture of the same sources."
             )
+        for source, saved in zip(self.sources, state["sources"], strict=True):
+            source.refuse_other_state(saved)
         state = tree_map_only(Tensor, Tensor.cpu, state)
         self.generator.set_state(state["generator"])
         self.drawn_K.copy_(state["drawn"])

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from inloop.errors import UsageError
+from inloop.states import refuse_other_structure
 
 # A source, and an index in it; for a stream the index counts its examples over all passes.
 Key = tuple[int, int]
@@ -19,9 +20,11 @@ class Source(ABC):
     """A source of examples.
 
     Attributes:
+        name: For messages.
         size: Examples in one pass; None while unknown.
     """
 
+    name: str
     size: int | None
 
     @abstractmethod
@@ -34,6 +37,11 @@ class Source(ABC):
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
+    def refuse_other_state(self, state: Any) -> None:
+        """Raise unless a state is one of such a source."""
+        own = self.state_dict()
+        refuse_other_structure(state, {**own, "size": own["size"] or 0}, f"source {self.name}")
+
 
 class IndexedSource(Source):
     """A map-style dataset. Examples are drawn with replacement, or by passes that are shuffled anew each time.
@@ -41,8 +49,9 @@ class IndexedSource(Source):
     The order of a pass follows from a seed and the number of the pass alone, so the state is three numbers.
     """
 
-    def __init__(self, dataset: Any, passes: torch.Generator | None) -> None:
+    def __init__(self, dataset: Any, passes: torch.Generator | None, name: str = "") -> None:
         self.dataset = dataset
+        self.name = name
         self.size: int = len(dataset)
         self.passes = passes is not None
         self.seed = int(torch.randint(2**62, (), generator=passes, device="cpu")) if passes is not None else 0
@@ -70,7 +79,15 @@ class IndexedSource(Source):
         return torch.cat(chosen) if chosen else torch.empty(0, dtype=torch.long, device="cpu")
 
     def state_dict(self) -> dict[str, Any]:
-        return {"seed": self.seed, "num_passes": self.num_passes, "position": self.position}
+        return {"size": self.size, "seed": self.seed, "num_passes": self.num_passes, "position": self.position}
+
+    def refuse_other_state(self, state: Any) -> None:
+        super().refuse_other_state(state)
+        if self.passes and not (state["size"] == self.size and 0 <= state["position"] < self.size):
+            raise UsageError(
+                f"The state is of {state['position']} examples into a pass over {state['size']} examples of source {self.name}, which has {self.size} "
+                "now. Fix: give the same data, or begin with a new mixture."
+            )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.seed, self.num_passes, self.position = state["seed"], state["num_passes"], state["position"]
@@ -176,7 +193,7 @@ def as_source(name: str, source: object, passes: torch.Generator | None) -> Sour
         raise UsageError(f"Source {name}, a {type(source).__name__}, has no len(). {_ALLOWED}")
     if len(source) == 0:
         raise UsageError(f"Source {name} is empty; every source needs at least one example.")
-    return IndexedSource(source, passes)
+    return IndexedSource(source, passes, name)
 
 
 _ALLOWED = "Allowed are a map-style dataset (with [index] and len), a tuple of tensors, as (x, y) or (ids,), and an iterable of examples."

@@ -1,7 +1,7 @@
 """The mixture policy: which source each example comes from. Axes: N examples, K sources."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -31,7 +31,8 @@ class MixturePolicy(Discrete):
     Args:
         num_sources: K, at least 2; or a :class:`~inloop.Mixture`, which has their names, sizes and labels.
         form: "bounded", "inverted" (the paper's) or "softmax".
-        prior: The shares to begin with, and to be anchored at; by default all sources alike. Not with the inverted form.
+        prior: The shares to begin with, and to be anchored at, in the order of the sources or by their names; by default all sources alike. Not with
+            the inverted form.
         floor: The least share ε of each source, one number or one for each: ``(1 - sum ε) p + ε``.
         ceiling: The largest share of each source, one number or one for each; the excess goes to the others in
             proportion.
@@ -45,15 +46,15 @@ class MixturePolicy(Discrete):
         self,
         num_sources: int | Sources,
         form: Literal["bounded", "inverted", "softmax"] = "bounded",
-        prior: Sequence[float] | None = None,
-        floor: float | Sequence[float] = 0.0,
-        ceiling: float | Sequence[float] = 1.0,
+        prior: Sequence[float] | Mapping[str, float] | None = None,
+        floor: float | Sequence[float] | Mapping[str, float] = 0.0,
+        ceiling: float | Sequence[float] | Mapping[str, float] = 1.0,
     ) -> None:
         sources = SourceInfo.of(num_sources)
         num_sources = len(sources)
         if form not in ("bounded", "inverted", "softmax"):
             raise UsageError(f"form={form!r}: allowed are 'bounded', 'inverted' and 'softmax'.")
-        floor_K, ceiling_K = _shares("floor", floor, num_sources), _shares("ceiling", ceiling, num_sources)
+        floor_K, ceiling_K = _shares("floor", floor, sources), _shares("ceiling", ceiling, sources)
         if min(floor_K) < 0 or sum(floor_K) >= 1:
             least = 1 / num_sources
             raise UsageError(
@@ -66,7 +67,7 @@ class MixturePolicy(Discrete):
         self.register_buffer("floor_K", torch.tensor(floor_K, device="cpu"), persistent=False)
         self.register_buffer("ceiling_K", torch.tensor(ceiling_K, device="cpu"), persistent=False)
         self.limited = max(floor_K) > 0 or min(ceiling_K) < 1
-        self.register_buffer("log_prior_K", _log_prior(prior, num_sources, form), persistent=False)
+        self.register_buffer("log_prior_K", _log_prior(prior, sources, form), persistent=False)
         self.sources = sources
         self.alternatives = frozenset() if form == "inverted" else frozenset({"scores"})
         self.scores = nn.Parameter(torch.zeros(num_sources, device="cpu"))
@@ -105,11 +106,14 @@ def bounded(scores_K: Tensor) -> Tensor:
     return torch.where(scores_K < 0, scores_K, most * torch.tanh(scores_K / most))
 
 
-def _log_prior(prior: Sequence[float] | None, num_sources: int, form: str) -> Tensor:
+def _log_prior(prior: Sequence[float] | Mapping[str, float] | None, sources: SourceInfo, form: str) -> Tensor:
+    num_sources = len(sources)
     if prior is None:
         return torch.zeros(num_sources, device="cpu")
     if form == "inverted":
         raise UsageError("prior=: the inverted form has none. Fix: form='bounded'.")
+    if isinstance(prior, Mapping):
+        prior = sources.in_order("prior", prior)
     if len(prior) != num_sources or min(prior) < 0 or not sum(prior) > 0:
         raise UsageError(
             f"prior={list(prior)}: give one number for each of the {num_sources} sources, none below 0 and not all 0."
@@ -133,7 +137,10 @@ def cap(log_p_K: Tensor, log_ceiling_K: Tensor) -> Tensor:
     return torch.where(full_K, at_ceiling_K, shared_K)
 
 
-def _shares(name: str, value: float | Sequence[float], num_sources: int) -> list[float]:
+def _shares(name: str, value: float | Sequence[float] | Mapping[str, float], sources: SourceInfo) -> list[float]:
+    num_sources = len(sources)
+    if isinstance(value, Mapping):
+        value = sources.in_order(name, value)
     shares = [float(value)] * num_sources if isinstance(value, (int, float)) else [float(v) for v in value]
     if len(shares) != num_sources:
         raise UsageError(f"{name}={value}: give one number, or one for each of the {num_sources} sources.")

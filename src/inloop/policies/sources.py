@@ -1,7 +1,7 @@
 """What is known of the sources that a policy chooses among: names, sizes and labels."""
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast
 
 from torch import Tensor
@@ -50,6 +50,14 @@ class SourceInfo:
     def label_counts(self) -> Sequence[Tensor | None]:
         """How often each label occurs in each source, [C]; None if that is not known."""
         return [None] * len(self) if self._mixture is None else self._mixture.label_counts()
+
+    def in_order(self, what: str, numbers: Mapping[str, float]) -> list[float]:
+        """Numbers that are given by the names of the sources, in the order of the sources."""
+        if numbers.keys() != set(self.names):
+            raise UsageError(
+                f"{what}= is given for {', '.join(map(str, numbers))}; the sources are {', '.join(self.names)}. Fix: give one number for each of them."
+            )
+        return [numbers[name] for name in self.names]
 
     def __deepcopy__(self, memo: Any) -> "SourceInfo":
         return self

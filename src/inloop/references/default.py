@@ -20,9 +20,10 @@ def as_reference(reference: Named | HeldOutLoss | Reference) -> Reference:
         return reference
     if callable(reference):
         return HeldOut(reference)
-    if reference not in _NAMED:
+    if not isinstance(reference, str) or reference not in _NAMED:
+        got = repr(reference) if isinstance(reference, str) else f"a {type(reference).__name__}"
         raise UsageError(
-            f"reference={reference!r}: allowed are {', '.join(map(repr, _NAMED))}, a function that returns a held-out loss, and an "
-            "inloop.references.Reference."
+            f"reference={got}: allowed are {', '.join(map(repr, _NAMED))}, a function that returns a held-out loss, as in "
+            "lambda: F.cross_entropy(model(x_held_out), y_held_out), and an inloop.references.Reference."
         )
     return _NAMED[reference]()

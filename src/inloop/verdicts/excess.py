@@ -92,7 +92,11 @@ def told_by(losses: Tensor | None, logits: Tensor | None, labels: Tensor | None,
     if logits is None or labels is None:
         missing = "logits" if logits is None else "labels"
         raise UsageError(f"learner.step was given no {missing}=. Fix: give logits= and labels= together, or neither.")
-    logits, labels = torch.as_tensor(logits), torch.as_tensor(labels)
+    for name, value in (("logits", logits), ("labels", labels)):
+        if not isinstance(value, Tensor):
+            raise UsageError(
+                f"learner.step was given {name} that are a {type(value).__name__}; a tensor is needed. Fix: of a model's output give output.logits."
+            )
     _refuse_other_shapes(logits, labels, num_examples)
     own_N, expected_N = losses_and_expected(logits.detach(), labels.detach())
     return Told(losses, own_N, expected_N, labels.detach().long() if labels.dim() == 1 else None)
