@@ -23,7 +23,7 @@ from unseen import UNSEEN
 
 HERE = Path(__file__).parent
 SCREEN_SEEDS, ORACLE_SEEDS = range(100, 103), range(100, 102)
-OTHER_SEEDS = 5  # of arms that no mark is about
+OTHER_SEEDS = 3  # of arms that no mark is about
 FALSE_ALARMS, FALSE_ALARM_SEEDS = "i digits", 50  # settings that only count false alarms of the default
 
 
