@@ -122,7 +122,7 @@ def in_brief() -> str:
         lines.append(f"| {label} | {mean_share(run)} | {last_share(run)} | {interval(run, 'test_accuracy')} |")
     gar, fc, cnn = read("fc-bn-gar"), read("fc-gar"), read("cnn-bn-gar")
     others = (
-        f"By its rewards the noisy split is called bad in {called_bad(gar)} seeds. Without BatchNorm the mean share is {mean_share(fc)} ({called_bad(fc)}). On the paper's "
+        f"By its rewards the noisy split is flagged in {called_bad(gar)} seeds. Without BatchNorm the mean share is {mean_share(fc)} ({called_bad(fc)}). On the paper's "
         f"convolutional network, a single channel in front of BatchNorm, it does not work: {mean_share(cnn)} ({called_bad(cnn)})."
     )
     return "\n".join([*lines, "", others])
