@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from inloop import capture
+from inloop.alignment.call import LayerCall
+from inloop.alignment.kept import ExampleGradients
 from inloop.alignment.oracles import align_by_loss
 from inloop.errors import VerificationError
 from tests.alignment.exactness import random_direction, relative_error
@@ -93,3 +95,80 @@ def test_a_norm_whose_gradient_torch_adds_up_in_bfloat16():
         with torch.autocast("cpu", torch.bfloat16):
             out = model(torch.randn(4, 512, 16))
         (out * weights).sum((1, 2)).mean().backward()
+
+
+class Attention(nn.Module):
+    """Three layers share an input, as queries, keys and values do."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.out = nn.LayerNorm(8), nn.Linear(8, 4)
+        self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        x = self.norm(x)
+        return self.out(torch.softmax(self.q(x) @ self.k(x).mT, -1) @ self.v(x))
+
+
+def under_autocast(model, x, dtype=torch.bfloat16):
+    """The tape of a pass, and the loss of each example of the same pass."""
+    with capture(model, reduction="sum") as tape:
+        with torch.autocast("cpu", dtype=dtype):
+            out = model(x).float()
+        losses_N = (out.square() * torch.linspace(-1, 1, out[0].numel()).view(out[0].shape)).flatten(1).sum(1)
+        losses_N.sum().backward(retain_graph=True)
+    return tape, losses_N
+
+
+@pytest.mark.usefixtures("nothing_is_small")
+@pytest.mark.parametrize(
+    ("model", "shape", "forms"),
+    [
+        (Attention(), (6, 16, 8), {"norm": torch.float32, "q": torch.bfloat16, "out": torch.bfloat16}),
+        (
+            nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4)),
+            (6, 3, 16, 16),
+            {"0": torch.bfloat16, "1": torch.float32},
+        ),
+    ],
+)
+def test_gradients_of_examples_under_autocast(model, shape, forms):
+    """Those that sum over positions alone are in float32. Products of matrices are summed in float32, and rounded once."""
+    direction = random_direction(model)
+    tape, losses_N = under_autocast(model, torch.randn(shape))
+    kept = {call.name: call.gradients["weight"].dtype for call in tape.calls if isinstance(call, ExampleGradients)}
+    assert kept.items() >= forms.items()
+    oracle_N = align_by_loss(model, losses_N, direction)
+    assert tape.align(direction).dtype == torch.float32
+    assert relative_error(tape.align(direction), oracle_N) < BFLOAT16
+
+
+def test_autocast_keeps_the_input_that_a_layer_sees():
+    model, x = Attention(), torch.randn(6, 2, 8)  # two positions: no gradient is smaller than its layer's input
+    tape, _ = under_autocast(model, x)
+    inputs = {call.name: call.args[0] for call in tape.calls if isinstance(call, LayerCall)}
+    assert inputs["q"].dtype == torch.bfloat16
+    assert inputs["q"].data_ptr() == inputs["k"].data_ptr() == inputs["v"].data_ptr()
+    torch.testing.assert_close(inputs["q"], model.norm(x).bfloat16())
+
+
+def test_an_input_that_changes_between_two_layers_is_cast_again():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            x = x.clone()
+            return self.a(x) + self.b(x.mul_(2))
+
+    model, x = Model(), torch.randn(5, 4)
+    tape, _ = under_autocast(model, x)
+    inputs = {call.name: call.args[0] for call in tape.calls}
+    assert torch.equal(inputs["b"], 2 * inputs["a"])
+
+
+@pytest.mark.usefixtures("nothing_is_small")
+def test_float16_keeps_no_gradients_of_examples():
+    tape, _ = under_autocast(Attention(), torch.randn(6, 16, 8), torch.float16)
+    assert not any(isinstance(call, ExampleGradients) for call in tape.calls)

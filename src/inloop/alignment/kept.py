@@ -99,6 +99,7 @@ class ExampleGradients(Kept):
 
     Attributes:
         gradients: By parameter of the layer, [N, *shape].
+        coarsest: Of x and dout too.
         sizes: Sums of magnitudes instead of sums, for parameters whose gradient may cancel within an example.
     """
 
@@ -110,17 +111,13 @@ class ExampleGradients(Kept):
     num_examples: int
     num_positions: int
     gradients: Mapping[str, Any]
+    coarsest: torch.dtype
     sizes: Mapping[str, Any] = field(default_factory=dict)
     output_index: int = 0
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        dtype: torch.dtype = next(iter(self.gradients.values())).dtype
-        return dtype
-
-    @property
-    def coarsest(self) -> torch.dtype:  # type: ignore[override]
-        return self.tensors()[0].dtype
+        return torch.promote_types(next(iter(self.gradients.values())).dtype, torch.float32)
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -133,10 +130,10 @@ class ExampleGradients(Kept):
             along = direction.get(name)
             if along is None:
                 continue
-            gradient = full(packed)
-            along = along.detach().to(gradient.dtype).flatten()
+            gradient = full(packed).to(self.dtype)
+            along = along.detach().to(self.dtype).flatten()
             if magnitudes:
-                gradient, along = full(self.sizes.get(name, packed)).abs(), along.abs()
+                gradient, along = full(self.sizes.get(name, packed)).abs().to(self.dtype), along.abs()
             product = gradient.reshape(len(gradient), along.numel()) @ along
             total = product if total is None else total + product
         return torch.zeros(self.num_examples, dtype=self.dtype, device=self.device) if total is None else total
@@ -146,7 +143,8 @@ class ExampleGradients(Kept):
 
     def map(self, pack: Callable[[Tensor], Any]) -> "ExampleGradients":
         gradients, sizes = tree_map_only(Tensor, pack, (dict(self.gradients), dict(self.sizes)))
-        return replace(self, gradients=gradients, sizes=sizes)
+        coarsest = torch.float16 if any(isinstance(value, Half) for value in gradients.values()) else self.coarsest
+        return replace(self, gradients=gradients, sizes=sizes, coarsest=coarsest)
 
 
 # ---------------------------------------------------------------- half precision

@@ -128,11 +128,15 @@ def _has_positions(call: LayerCall) -> bool:
     return call.dout.dim() > 2
 
 
-CONVOLUTION = PerExample(_convolution_weight, _space_last, _plain_padding, _is_pointwise, _convolution_backward)
+CONVOLUTION = PerExample(
+    _convolution_weight, _space_last, _plain_padding, _is_pointwise, _convolution_backward, multiplies=True
+)
 GROUP_NORM = PerExample(_group_norm_weight, _space_last, _has_positions)
 LAYER_NORM = PerExample(_layer_norm_weight, _features_last)
 RMS_NORM = PerExample(_rms_norm_weight, _features_last)
-LINEAR = PerExample(_linear_weight, _rows, _has_positions, backward=_linear_backward, most_if_fused=1.25)
+LINEAR = PerExample(
+    _linear_weight, _rows, _has_positions, backward=_linear_backward, most_if_fused=1.25, multiplies=True
+)
 
 # ---------------------------------------------------------------- rules
 
@@ -141,7 +145,7 @@ def _channels_and_space(layer: nn.Module) -> int:
     return 1 + len(cast(nn.Conv2d, layer).kernel_size)
 
 
-@alignment_rule(nn.Linear, per_example=LINEAR, separable=True)
+@alignment_rule(nn.Linear, per_example=LINEAR, separable=True, multiplies=True)
 def align_linear(call: LayerCall, direction: Mapping[str, Tensor]) -> Tensor | Dot:
     """Return ``<dout_i, x_i gᵀ>`` or, for a layer that widens, ``<dout_i g, x_i>``, whose product is smaller."""
     layer, dout = cast(nn.Linear, call.layer), call.dout
@@ -166,10 +170,21 @@ alignment_rule(nn.Bilinear)(linear_in_parameters)
 alignment_rule(nn.GroupNorm, per_example=GROUP_NORM, separable=True)(linear_in_parameters)
 
 alignment_rule(
-    nn.Conv1d, nn.Conv2d, nn.Conv3d, example_dims=_channels_and_space, per_example=CONVOLUTION, separable=True
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    example_dims=_channels_and_space,
+    per_example=CONVOLUTION,
+    separable=True,
+    multiplies=True,
 )(linear_in_parameters)
 alignment_rule(
-    nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, example_dims=_channels_and_space, separable=True
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+    example_dims=_channels_and_space,
+    separable=True,
+    multiplies=True,
 )(linear_in_parameters)
 
 # Batch statistics are those of step t: recomputed from the recorded input, or the running ones in eval mode.

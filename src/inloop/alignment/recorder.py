@@ -34,6 +34,7 @@ from inloop.alignment.call import (
     original_type,
     reparametrizing_hooks,
 )
+from inloop.alignment.casts import Casts
 from inloop.alignment.direction import Direction
 from inloop.alignment.early import EarlyAlignment
 from inloop.alignment.follow import FindExamples, Watch
@@ -84,6 +85,7 @@ class Recorder:
         self.copy_inputs = copy_inputs
         self.retain: Retention = retain
         self.tape: Tape | None = None
+        self.casts = Casts()
         self.early: EarlyAlignment | None = None
         self.saw_gradient = False
         self._is_removed = False
@@ -410,7 +412,10 @@ class AfterForward(_LayerHook):
         args, kwargs = inputs
         if tape.first_parameters is not None and not any([t.grad_fn is not None for t in tensors_in(inputs)]):
             tape.first_parameters += [p for p in module.parameters() if p.requires_grad]
-        args, kwargs = detached(args, recorder.copy_inputs), detached(kwargs, recorder.copy_inputs) if kwargs else {}
+        autocast = Autocast.current(output.device.type)
+        casts = autocast.enabled and rule.multiplies and output.dtype is autocast.dtype
+        args = (recorder.casts.cast(args, autocast.dtype) if casts else None) or detached(args, recorder.copy_inputs)
+        kwargs = detached(kwargs, recorder.copy_inputs) if kwargs else {}
         return LayerCall(
             name=self.site.name,
             layer=self._twin_of(module),
@@ -418,7 +423,7 @@ class AfterForward(_LayerHook):
             parameter_names=trainable,
             args=args,
             kwargs=kwargs,
-            autocast=Autocast.current(output.device.type),
+            autocast=autocast,
             batch=tape.batch,
             versions=versions_of((args, kwargs)) if kwargs else versions_of(args),
         )

@@ -11,7 +11,7 @@ The engine unfolds no input, and forms per-example gradients only if they are sm
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +57,8 @@ class PerExample:
         backward: ``(layer, x, weight, dout, wanted)``, the layer's own backward pass. With it the layer's graph node
             can form these gradients and add them up to the batch gradient (``hooks.py``). None if that is not worth it.
         most_if_fused: Like ``MOST``, for gradients that cost no time, since the backward pass forms them anyway.
+        multiplies: Whether the weight's gradient is a product of matrices. That of bfloat16 tensors is kept in bfloat16, since
+            it is summed in float32 and rounded once. Other gradients are summed, and kept, in float32.
     """
 
     weight: Callable[[LayerCall], Tensor]
@@ -65,6 +67,7 @@ class PerExample:
     shares_dout: Callable[[LayerCall], bool] = lambda call: False
     backward: Backward | None = None
     most_if_fused: float = 0.75
+    multiplies: bool = False
 
     def is_worthwhile(self, call: LayerCall, fused: bool) -> bool:
         """Whether per-example gradients can be formed from this call, and take little enough memory.
@@ -75,15 +78,19 @@ class PerExample:
         """
         if call.args and call.args[0].nbytes + call.dout.nbytes < sizes.SMALL_CALL:
             return False
-        plain = not (call.batch_axis or call.kwargs or call.autocast.enabled) and call.example_of_row is None
-        if not plain or len(call.args) != 1 or call.dout.numel() == 0 or call.dout.dtype not in PRECISE:
+        plain = not (call.batch_axis or call.kwargs) and call.example_of_row is None
+        if not plain or len(call.args) != 1 or call.dout.numel() == 0 or not _is_summable(call, fused):
             return False
         size = sum(
             [p.numel() for name, p in call.layer._parameters.items() if name in call.parameter_names and p is not None]
         )
-        freed = call.args[0].numel() + (0 if self.shares_dout(call) else call.dout.numel())
+        freed = call.args[0].nbytes + (0 if self.shares_dout(call) else call.dout.nbytes)
         most = self.most_if_fused if fused else MOST
-        return len(call.dout) * size <= most * freed and self.when(call)
+        return len(call.dout) * size * self._precision(call).itemsize <= most * freed and self.when(call)
+
+    def _precision(self, call: LayerCall) -> torch.dtype:
+        """Return the precision of the weight's gradients."""
+        return call.dout.dtype if self.multiplies else torch.promote_types(call.dout.dtype, torch.float32)
 
     @torch.no_grad()
     def form(self, call: LayerCall, magnitudes: bool) -> ExampleGradients:
@@ -93,15 +100,18 @@ class PerExample:
             magnitudes: Also add up magnitudes where a gradient may cancel within an example, for the guard.
         """
         gradients, sizes = {}, {}
+        summed, precision = torch.promote_types(call.dout.dtype, torch.float32), self._precision(call)
         for name in call.parameter_names:
             if name == "bias":
                 positions = self.positions(call)
-                gradients[name] = positions.sum(dim=1)
+                gradients[name] = positions.sum(dim=1, dtype=summed)
                 if magnitudes:  # an estimate is enough for the scale of a rounding error
                     every = 16 if positions.shape[1] >= 256 else 1
-                    sizes[name] = every * positions[:, ::every].abs().sum(dim=1)
+                    sizes[name] = every * positions[:, ::every].abs().sum(dim=1, dtype=summed)
             else:
-                gradients[name] = self.weight(call)
+                cast = call.but(args=(call.args[0].to(precision),), dout=call.dout.to(precision))
+                with replace(call.autocast, enabled=False).again():
+                    gradients[name] = self.weight(cast)
         return ExampleGradients(
             name=call.name,
             kind=f"{call.kind}, gradients kept",
@@ -112,7 +122,16 @@ class PerExample:
             num_positions=call.num_positions,
             gradients=gradients,
             sizes=sizes,
+            coarsest=call.dout.dtype,
         )
+
+
+def _is_summable(call: LayerCall, fused: bool) -> bool:
+    """Whether the precisions of the call can hold sums over positions, and over the batch if the layer's node is exchanged."""
+    if call.dout.dtype in PRECISE and not call.autocast.enabled:
+        return True
+    in_float16 = torch.float16 in (call.dout.dtype, call.args[0].dtype, call.autocast.enabled and call.autocast.dtype)
+    return not (fused or in_float16)  # float16 would lose small gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +146,7 @@ class Rule:
         keeps_parameters: Whether ``call.layer`` has the parameters of step t; else it has shapes without values.
         per_example: How to form per-example gradients, where they are smaller than x and dout; None for never.
         separable: Whether row i of the output depends on row i of the one input alone: then a call can run in parts.
+        multiplies: Whether autocast runs it in its lower precision, so that the input can be kept in that.
     """
 
     align: AlignFunction
@@ -136,6 +156,7 @@ class Rule:
     keeps_parameters: bool = False
     per_example: PerExample | None = None
     separable: bool = False
+    multiplies: bool = False
 
 
 _RULES: dict[type[nn.Module], Rule] = {}
@@ -149,6 +170,7 @@ def alignment_rule(
     keeps_parameters: bool = False,
     per_example: PerExample | None = None,
     separable: bool = False,
+    multiplies: bool = False,
 ) -> Callable[[AlignFunction], AlignFunction]:
     """Register how to align layers of these types. Use it as a decorator or on a ready-made function.
 
@@ -160,6 +182,7 @@ def alignment_rule(
             ``call.layer``. By the time a direction is known, the optimizer has changed the layer's own.
         per_example: How to form per-example gradients, for calls where they are smaller than x and dout.
         separable: Whether row i of the output depends on row i of the one input alone (not so for BatchNorm).
+        multiplies: Whether autocast runs the layer in its lower precision, so that the input can be kept in that.
 
     Example:
         A layer that is linear in its parameters needs no code of its own:
@@ -177,7 +200,7 @@ def alignment_rule(
         dims = example_dims if callable(example_dims) else lambda layer: example_dims
         for layer_type in layer_types:
             _RULES[layer_type] = Rule(
-                function, frozenset(parameters), dims, when, keeps_parameters, per_example, separable
+                function, frozenset(parameters), dims, when, keeps_parameters, per_example, separable, multiplies
             )
         return function
 
