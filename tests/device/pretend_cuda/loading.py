@@ -69,7 +69,9 @@ def _complete_torch(library: ctypes.CDLL) -> None:
 
 def _memory_statistics(library: ctypes.CDLL) -> dict[str, Any]:
     """Return the part of ``torch.cuda.memory_stats`` that there is."""
-    return {"allocated_bytes": {"all": {"current": library.pretend_bytes_now(), "peak": library.pretend_bytes_at_most()}}}
+    return {
+        "allocated_bytes": {"all": {"current": library.pretend_bytes_now(), "peak": library.pretend_bytes_at_most()}}
+    }
 
 
 def _new_storage(cls: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
