@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
-
 from benchmarks.gpu import cost, exactness, processes, streams
 from benchmarks.gpu.findings import Finding
 from benchmarks.gpu.report import is_well, print_table, write_report

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.gpu.findings import Finding, attempt, judged
+
 from inloop_lab.bench.measure import measure_model
 from inloop_lab.bench.overhead import Loop, count_kernels, count_synchronisations, synchronisations
 from inloop_lab.bench.tasks import make_task

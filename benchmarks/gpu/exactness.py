@@ -7,13 +7,13 @@ backward pass for each example. With BatchNorm, whose examples have no gradients
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
-
 from benchmarks.gpu.findings import Finding, attempt, describe, judged
 from benchmarks.gpu.precisions import PRECISIONS, Precision
 from benchmarks.gpu.problems import PROBLEMS, Problem
 from benchmarks.gpu.training import SIZES, STEPS, Training, calls, error_of
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
 from inloop import Recording
 from inloop.alignment.oracles import align_by_loss, align_by_path
 from inloop.errors import VerificationError

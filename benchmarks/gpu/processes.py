@@ -9,14 +9,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
-from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
-
 from benchmarks.gpu.findings import Finding, attempt, judged, skipped
 from benchmarks.gpu.precisions import EXACT
 from benchmarks.gpu.problems import EXAMPLES, PROBLEMS
 from benchmarks.gpu.training import STEPS, Training, error_of
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 SECTION = "processes"
 PROCESSES = 2

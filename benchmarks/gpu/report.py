@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.gpu.findings import Finding
 from rich.console import Console
 from rich.table import Table
 
 import inloop
-from benchmarks.gpu.findings import Finding
 from inloop.atomic_files import write_atomically
 
 _LEAST_WIDTH = 140  # of a table that is not shown in a terminal

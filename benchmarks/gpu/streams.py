@@ -7,12 +7,11 @@ another stream reads what is not there yet.
 from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor
-
 from benchmarks.gpu.findings import Finding, attempt, judged
 from benchmarks.gpu.precisions import EXACT
 from benchmarks.gpu.problems import PROBLEMS, Problem
 from benchmarks.gpu.training import SIZES, STEPS, Training, calls, error_of
+from torch import Tensor
 
 SECTION = "streams"
 SLEEP = 2_000_000  # cycles: about a millisecond

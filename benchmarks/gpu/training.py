@@ -6,10 +6,10 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
-
 from benchmarks.gpu.precisions import EXACT, Precision
 from benchmarks.gpu.problems import Problem
+from torch import Tensor, nn
+
 from inloop import InLoop, MixturePolicy
 from inloop.alignment import sizes
 from inloop.rewards import GradientAlignment
