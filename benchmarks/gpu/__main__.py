@@ -11,6 +11,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -48,19 +49,31 @@ def run(sections: Sequence[str], quick: bool, out: Path) -> list[Finding]:
     return findings
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without warnings and remarks inside the block: what they are about is meant here."""
+    log = logging.getLogger("inloop")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(before)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     if not torch.cuda.is_available():
         print(NO_GPU, file=sys.stderr)
         return 2
-    logging.getLogger("inloop").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch: what is warned of is meant here
+    with quiet():
         findings = run(options.only or list(SECTIONS), options.quick, options.out)
     print_table(findings)
-    print(f"The report is in {options.out}; it has versions, names of GPUs and these results. Please send it to us.")
-    if not is_well(findings):
-        print("Something is WRONG.")
+    wrong = sum(finding.verdict == "WRONG" for finding in findings)
+    print(f"{wrong} of {len(findings)} WRONG." if wrong else "Nothing is wrong.")
+    print(f"Please send us {options.out}: it has versions, the names of GPUs, these results, and nothing else.")
     return 0 if is_well(findings) else 1
 
 

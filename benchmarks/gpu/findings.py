@@ -64,9 +64,14 @@ def attempt(section: str, case: str, look: Callable[[], Finding]) -> Iterator[Fi
 
 
 def describe(error: Exception) -> str:
-    """The kind of an error and the first line of its message, without names that are nobody's business."""
-    lines = str(error).strip().splitlines() or [""]
-    return without_private_names(f"{type(error).__name__}: {lines[0]}")[:_LONGEST]
+    """The kind of an error and the first line of its message, without names that are nobody's business.
+
+    Of an error in another process the message is a traceback, and its last line is what matters.
+    """
+    text = str(error).strip()
+    lines = text.splitlines() or [""]
+    line = lines[-1] if "Traceback (most recent call last)" in text else lines[0]
+    return without_private_names(f"{type(error).__name__}: {line}")[:_LONGEST]
 
 
 def without_private_names(text: str) -> str:

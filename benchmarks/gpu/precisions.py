@@ -1,6 +1,6 @@
 """The precisions that people train in, and how far a reward may be off in each.
 
-A tolerance is some ten times the largest error on the CPU, of which a GPU differs by the order of its sums. A reward with a wrong factor, a missing
+A tolerance is three times the largest error on a pretend device, which rounds what tensor cores round, or more. A reward with a wrong factor, a missing
 layer or an example in a wrong place is off by far more: mostly by about one.
 """
 
@@ -17,7 +17,7 @@ class Precision:
 
     Attributes:
         dtype: Of parameters and inputs.
-        tolerance: The largest difference of a reward to the exact one that is right, as a share of the largest reward.
+        tolerance: How far a reward may be from the exact one, as a share of the largest reward.
         tf32: Whether products of float32 may be made of factors with ten bits.
         autocast: The type of mixed precision, if any.
     """
@@ -46,7 +46,7 @@ class Precision:
 PRECISIONS = {
     "float64": Precision(torch.float64, 1e-9),
     "float32": Precision(torch.float32, 1e-4),
-    "TF32": Precision(torch.float32, 3e-2, tf32=True),
-    "bfloat16": Precision(torch.float32, 2e-1, autocast=torch.bfloat16),
+    "TF32": Precision(torch.float32, 4e-2, tf32=True),
+    "bfloat16": Precision(torch.float32, 1e-1, autocast=torch.bfloat16),
 }
 EXACT = PRECISIONS["float64"]
