@@ -4,7 +4,6 @@ Time and memory are never wrong. That the host waits once a step at most is a pr
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 from benchmarks.gpu.findings import Finding, attempt, judged
 
@@ -21,11 +20,7 @@ MOST_WAITS = 1  # beyond those of a plain step
 def check(device: str, quick: bool = False) -> Iterator[Finding]:
     """A finding for each model."""
     for model, batch in (SMALL_MODELS if quick else MODELS).items():
-        yield from attempt(
-            SECTION,
-            f"{model}, batch {batch}",
-            lambda model=model, batch=batch: look(device, model, batch, 3 if quick else 10),
-        )
+        yield attempt(SECTION, f"{model}, batch {batch}", look, device, model, batch, 3 if quick else 10)
 
 
 def look(device: str, model: str, batch: int, repeats: int) -> Finding:
@@ -33,9 +28,9 @@ def look(device: str, model: str, batch: int, repeats: int) -> Finding:
     (row,) = measure_model(model, ["gar"], batch, repeats, device)
     if "error" in row:
         raise RuntimeError(row["error"])
-    kernels = [count_kernels(make_loop(device, model, batch, options)).total() for options in (None, {})]
+    kernels = [count_kernels(make_loop(device, model, batch, learns)).total() for learns in (False, True)]
     waits = [
-        count_synchronisations(make_loop(device, model, batch, options), synchronisations) for options in (None, {})
+        count_synchronisations(make_loop(device, model, batch, learns), synchronisations) for learns in (False, True)
     ]
     numbers = {
         "time_ratio": row["time_ratio"],
@@ -57,7 +52,7 @@ def look(device: str, model: str, batch: int, repeats: int) -> Finding:
     )
 
 
-def make_loop(device: str, model: str, batch: int, options: dict[str, Any] | None) -> Loop:
-    """A training loop with AdamW, with a learner unless its options are None."""
+def make_loop(device: str, model: str, batch: int, learns: bool) -> Loop:
+    """A training loop with AdamW, with or without a learner."""
     task = make_task(model, batch, device)
-    return Loop(task.model, task.x, task.y, options)
+    return Loop(task.model, task.x, task.y, {} if learns else None)

@@ -25,11 +25,7 @@ def check(device: str, quick: bool = False) -> Iterator[Finding]:
     """A finding for each model in each precision."""
     for precision in PRECISIONS:
         for problem in PROBLEMS:
-            yield from attempt(
-                SECTION,
-                f"{problem}, {precision}",
-                lambda problem=problem, precision=precision: look(device, problem, precision),
-            )
+            yield attempt(SECTION, f"{problem}, {precision}", look, device, problem, precision)
 
 
 def look(device: str, problem_name: str, precision_name: str) -> Finding:

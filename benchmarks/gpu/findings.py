@@ -5,6 +5,7 @@ import math
 import re
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -55,12 +56,21 @@ def skipped(section: str, case: str, reason: str) -> Finding:
     return Finding(section, case, reason, verdict="skipped")
 
 
-def attempt(section: str, case: str, look: Callable[[], Finding]) -> Iterator[Finding]:
-    """The finding of a case, also if it fails: the cases after it are tried all the same."""
+def attempt(section: str, case: str, look: Callable[..., Finding], *arguments: object) -> Finding:
+    """``look(*arguments)``, or the finding that it fails: the cases after it are tried all the same."""
     try:
-        yield look()
+        return look(*arguments)
     except Exception as error:  # any error is a finding
-        yield failed(section, case, error)
+        return failed(section, case, error)
+
+
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Name what was tried in errors of the block."""
+    try:
+        yield
+    except Exception as error:
+        raise RuntimeError(f"{what}: {describe(error)}") from error
 
 
 def describe(error: Exception) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
-from benchmarks.gpu.findings import Finding, attempt, describe, judged, skipped
+from benchmarks.gpu.findings import Finding, attempt, judged, naming, skipped
 from benchmarks.gpu.precisions import EXACT
 from benchmarks.gpu.problems import EXAMPLES, PROBLEMS
 from benchmarks.gpu.training import STEPS, Training, error_of
@@ -53,7 +53,7 @@ def check(device: str, quick: bool = False) -> Iterator[Finding]:
         yield skipped(SECTION, "NCCL", "this build of torch has no NCCL")
     else:
         for wrapper in WRAPPERS:
-            yield from attempt(SECTION, wrapper, lambda wrapper=wrapper: look(device, "nccl", wrapper))
+            yield attempt(SECTION, wrapper, look, device, "nccl", wrapper)
 
 
 def look(device: str, backend: str, wrapper: str, problems: Sequence[str] = MODELS) -> Finding:
@@ -118,10 +118,8 @@ def _train_parts(rank: int, folder: str, device: str, backend: str, wrapper: str
     share = EXAMPLES // PROCESSES
     with EXACT.settings():
         for problem in problems:
-            try:
+            with naming(problem):
                 training = Training(PROBLEMS[problem], device, wrap=WRAPPERS[wrapper])
                 rewards = train(training, slice(rank * share, (rank + 1) * share))
-            except Exception as error:
-                raise RuntimeError(f"{problem}: {describe(error)}") from error
             torch.save(rewards, file_of(folder, problem, rank))
     dist.destroy_process_group()

@@ -7,7 +7,7 @@ another stream reads what is not there yet.
 from collections.abc import Callable, Iterator
 
 import torch
-from benchmarks.gpu.findings import Finding, attempt, judged
+from benchmarks.gpu.findings import Finding, attempt, judged, naming
 from benchmarks.gpu.precisions import EXACT
 from benchmarks.gpu.problems import PROBLEMS, Problem
 from benchmarks.gpu.training import SIZES, STEPS, Training, calls, error_of
@@ -29,16 +29,16 @@ STREAMS: dict[str, Choice] = {
 def check(device: str, quick: bool = False) -> Iterator[Finding]:
     """A finding for each use of streams, with the largest error of all models."""
     for name in STREAMS:
-        yield from attempt(SECTION, name, lambda name=name: look(device, name))
+        yield attempt(SECTION, name, look, device, name)
 
 
 def look(device: str, name: str) -> Finding:
     """Train every model on the streams and on the default one."""
-    errors = {}
+    errors: dict[str, float] = {}
     with EXACT.settings():
         for problem_name, problem in PROBLEMS.items():
             for size in SIZES:
-                with calls(size):
+                with naming(problem_name), calls(size):
                     error = error_of(rewards(problem, device, STREAMS[name]), rewards(problem, device, None))
                 errors[problem_name] = max(error, errors.get(problem_name, 0.0))
     worst = max(errors, key=lambda problem_name: errors[problem_name])

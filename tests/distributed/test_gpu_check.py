@@ -4,6 +4,7 @@ import pytest
 import torch
 from benchmarks.gpu import processes
 from benchmarks.gpu.findings import attempt
+from benchmarks.gpu.problems import PROBLEMS
 
 
 @pytest.mark.parametrize("wrapper", processes.WRAPPERS)
@@ -14,18 +15,20 @@ def test_two_processes_have_the_rewards_of_one(wrapper):
     assert "2 processes over gloo" in finding.found
 
 
-def test_processes_with_other_rewards_are_wrong(monkeypatch):
-    """Here it is the one process that rewards its last example with nothing."""
-    rewards = processes.Training.rewards
-    monkeypatch.setattr(
-        processes.Training, "rewards", lambda training: rewards(training) * torch.tensor([1.0] * 11 + [0])
-    )
+def test_processes_with_another_reward_are_wrong(monkeypatch):
+    def write_rewards(function, folder, *arguments):
+        rewards = processes.train(processes.Training(PROBLEMS["mlp"], "cpu"), slice(None))
+        rewards[-1, -1] *= 1.001
+        for rank, part in enumerate(rewards.chunk(2, dim=1)):
+            torch.save(part, processes.file_of(folder, "mlp", rank))
+
+    monkeypatch.setattr(processes, "run_in_processes", write_rewards)
     assert processes.look("cpu", "gloo", "DistributedDataParallel", ("mlp",)).verdict == "WRONG"
 
 
 def test_an_error_in_a_process_names_the_model():
-    look = lambda: processes.look("cpu", "gloo", "DistributedDataParallel", ("no such model",))  # noqa: E731
-    (finding,) = attempt("processes", "a case", look)
+    arguments = ("cpu", "gloo", "DistributedDataParallel", ("no such model",))
+    finding = attempt("processes", "a case", processes.look, *arguments)
     assert finding.verdict == "WRONG"
     assert finding.found == "ProcessRaisedException: RuntimeError: no such model: KeyError: 'no such model'"
 
