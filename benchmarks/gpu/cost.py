@@ -45,8 +45,8 @@ def look(device: str, model: str, batch: int, repeats: int) -> Finding:
         SECTION,
         f"{model}, batch {batch}",
         f"{row['time_ratio']:.2f} x time, {row['memory_ratio']:.2f} x memory, {kernels[1] / kernels[0]:.2f} x kernels, "
-        f"{waits[1] - waits[0]:+d} host synchronisations",
-        f"{MOST_WAITS:+d} host synchronisation",
+        f"{waits[1] - waits[0]:+d} host syncs",
+        f"{MOST_WAITS:+d} host syncs",
         judged(waits[1] - waits[0] <= MOST_WAITS),
         numbers,
     )

@@ -135,7 +135,7 @@ def test_the_cost_is_measured(check, monkeypatch):
     assert 1 < row["numbers"]["memory_ratio"] < 3
     assert 1 < row["numbers"]["kernel_ratio"] < 3
     assert row["numbers"]["more_synchronisations"] == 1
-    assert "+1 host synchronisations" in printed
+    assert "+1 host syncs" in printed
 
 
 def test_a_host_that_waits_too_often_is_seen(check, monkeypatch):
