@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: demo test test-device test-integrations test-slow test-models lint format docs package bench clean
+.PHONY: demo test test-device test-gpu test-integrations test-slow test-models lint format docs package bench clean
 
 demo: .venv/demo-installed  ## ten sources of digits, one of them bad: find it while training, and report
 	$(BIN)/inloop run splits --seeds 5 --reward none --out runs/demo/none
@@ -18,6 +18,9 @@ test: $(INSTALLED)  ## the tests
 
 test-device: $(INSTALLED)  ## the tests on a pretend CUDA device, which a C++ compiler builds once; without one they are skipped
 	$(BIN)/python -m pytest -n auto -p tests.device.plugin tests/device
+
+test-gpu: .venv/demo-installed  ## on a machine with a GPU: is inloop right there, and what does it cost? Some minutes; writes gpu-report.json
+	$(BIN)/python -m benchmarks.gpu
 
 test-integrations: $(INSTALLED)  ## the tests against Lightning, Hugging Face, Accelerate, trackers and torchrun
 	$(BIN)/pytest -n auto -m integrations tests/integrations tests/documents

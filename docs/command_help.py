@@ -14,6 +14,9 @@ In a clone, `pip install -e ".[cli]"` installs what `inloop check` and `inloop r
 `pip install -e ".[lab]" -e lab` installs too. Without its extra a command says what to install. Long work shows its progress; the same command again continues an interrupted run and
 does not redo what is finished (`--restart` begins anew); Ctrl-C exits with code 130 and everything saved. `--json` prints one JSON object and
 nothing else. Exit codes: 0; 1 for a failure; 2 for wrong usage. What follows is what `--help` prints.
+
+`inloop bench --device cuda` measures on a GPU: models and batches are there, the clock stops when the GPU has done its work, and memory is
+`torch.cuda.max_memory_allocated`. Ratios on different devices are never compared: a file of `--out` or `--against` keeps them apart.
 """
 
 

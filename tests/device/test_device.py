@@ -194,3 +194,28 @@ def test_the_host_must_not_wait_while_a_graph_is_captured():
         with pytest.raises(RuntimeError, match="operation not permitted when stream is capturing"):
             x.sum().item()
     assert not torch.cuda.is_current_stream_capturing()
+
+
+def test_the_bytes_of_tensors_are_counted():
+    before = torch.cuda.memory_allocated()
+    x = torch.ones(1000, device="cuda")
+    assert torch.cuda.memory_allocated() == before + 4000
+    torch.cuda.reset_peak_memory_stats()
+    y = 2 * x
+    del y
+    assert torch.cuda.memory_allocated() == before + 4000
+    assert torch.cuda.max_memory_allocated() == before + 8000
+    torch.cuda.reset_peak_memory_stats()
+    assert torch.cuda.max_memory_allocated() == before + 4000
+
+
+def test_torchs_own_warning_of_waits():
+    x = torch.ones(3, device="cuda")
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with pytest.warns(UserWarning, match="called a synchronizing CUDA operation"):
+            x.sum().item()
+        torch.cuda.synchronize()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    x.sum().item()

@@ -156,11 +156,24 @@ def test_results_that_are_none(tmp_path, capsys):
         (["--batch", "0"], "--batch 0: allowed are whole numbers from 2"),
         (["--repeats", "0"], "--repeats 0: allowed are whole numbers from 1"),
         (["--models", "vgg"], "'vgg': allowed are wrn-16-4"),
+        (["--device", "tpu"], "--device tpu: allowed are cpu, cuda, and cuda:N for the GPU with the number N."),
     ],
 )
 def test_bad_options_are_named(options, message, capsys):
     assert main(["bench", *options]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_not_there_is_refused(capsys):
+    assert main(["bench", "--device", "cuda"]) == 2
+    assert "sees no GPU. Fix: use --device cpu, or install" in capsys.readouterr().err
+
+
+def test_results_of_another_device_are_not_compared():
+    slower = ROW | {"device": "cuda", "memory_ratio": 9.0}
+    assert find_regressions([slower], [ROW]) == []
+    assert len(find_regressions([slower], [ROW | {"device": "cuda"}])) == 1
 
 
 def test_other_sizes_of_the_families():

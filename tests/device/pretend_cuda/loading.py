@@ -24,6 +24,7 @@ def load() -> None:
         ctypes.CDLL(str(torch_directory() / "lib" / name), mode=ctypes.RTLD_GLOBAL)
     library = ctypes.CDLL(str(path))
     library.pretend_is_capturing.restype = ctypes.c_bool
+    library.pretend_bytes_now.restype = library.pretend_bytes_at_most.restype = ctypes.c_size_t
     _complete_torch(library)
 
 
@@ -42,6 +43,10 @@ def _complete_torch(library: ctypes.CDLL) -> None:
         "_cuda_getCurrentStream": lambda index: streams.numbers_of(torch.accelerator.current_stream()),
         "_cuda_getDefaultStream": lambda index: (0, 0, 1),
         "_cuda_setStream": streams.set_stream,
+        "_cuda_sleep": lambda cycles: None,  # nothing here takes longer than it is waited for
+        "_cuda_memoryStats": lambda index: _memory_statistics(library),
+        "_cuda_resetPeakMemoryStats": lambda index: library.pretend_forget_bytes_at_most(),
+        "_cuda_set_sync_debug_mode": watching.set_sync_debug_mode,
     }
     for name, function in functions.items():
         setattr(torch._C, name, function)
@@ -60,6 +65,13 @@ def _complete_torch(library: ctypes.CDLL) -> None:
     watching.connect(library)
     # The thread of backward passes needs Python's lock once more after the last of them, and Python kills a process whose threads ask too late.
     atexit.register(time.sleep, 0.1)
+
+
+def _memory_statistics(library: ctypes.CDLL) -> dict[str, Any]:
+    """Return the part of ``torch.cuda.memory_stats`` that there is."""
+    return {
+        "allocated_bytes": {"all": {"current": library.pretend_bytes_now(), "peak": library.pretend_bytes_at_most()}}
+    }
 
 
 def _new_storage(cls: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import ctypes
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ class _Watcher:
     def __init__(self) -> None:
         self.waits: list[Events] = []
         self.races: list[Events] = []
+        self.warns = False
         self._freed: dict[int, tuple[str, ...]] = {}
         self.callback = _OBSERVER(self._hear)
 
@@ -46,6 +48,8 @@ class _Watcher:
         if kind == b"wait":
             for events in self.waits:
                 events.append(Event(text.decode(), stack))
+            if self.warns and not text.startswith(b"synchronize"):  # as torch: not if it is asked for by that name
+                warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
         elif kind == b"free":
             self._freed[number] = stack
         else:
@@ -55,7 +59,7 @@ class _Watcher:
 
     def update(self) -> None:
         """Listen as long as anybody wants to know: calls into Python take time."""
-        is_wanted = bool(self.waits or self.races)
+        is_wanted = bool(self.waits or self.races or self.warns)
         _library.pretend_watch_races(bool(self.races))
         _library.pretend_observe(self.callback if is_wanted else _OBSERVER())
 
@@ -103,6 +107,12 @@ def races() -> AbstractContextManager[Events]:
     other; and memory that its stream gets again while another stream may still use it. Memory from before the block has no history.
     """
     return _collected(_watcher.races)
+
+
+def set_sync_debug_mode(mode: int) -> None:
+    """``torch.cuda.set_sync_debug_mode``: 0 for nothing, 1 to warn where the host waits."""
+    _watcher.warns = mode == 1
+    _watcher.update()
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
+from inloop_lab.bench.devices import device_of
 from inloop_lab.bench.tasks import make_task
 
 
@@ -18,9 +19,11 @@ class Worker:
         environment: The variables of the process; None for those of this one.
     """
 
-    def __init__(self, model: str, mode: str, batch: int, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, model: str, mode: str, batch: int, device: str = "cpu", environment: Mapping[str, str] | None = None
+    ) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "inloop_lab.bench.worker", model, mode, str(batch)],
+            [sys.executable, "-m", "inloop_lab.bench.worker", model, mode, str(batch), device],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -69,16 +72,18 @@ def compare(plain: Worker, other: Worker, repeats: int, plain_bytes: int) -> dic
     }
 
 
-def measure_model(model: str, modes: Sequence[str], batch: int, repeats: int) -> Iterator[dict[str, Any]]:
+def measure_model(
+    model: str, modes: Sequence[str], batch: int, repeats: int, device: str = "cpu"
+) -> Iterator[dict[str, Any]]:
     """A row of the results for each mode; the row of a mode that fails has its error."""
-    with Worker(model, "plain", batch) as first:
+    with Worker(model, "plain", batch, device) as first:
         problem = first.ask().get("error")
         plain_bytes = 1 if problem else first.ask("memory")["peak_bytes"]
-    with Worker(model, "plain", batch) as plain:
+    with Worker(model, "plain", batch, device) as plain:
         problem = problem or plain.ask().get("error")
         for mode in modes:
-            row = {"model": model, "mode": mode, "batch": batch, "repeats": repeats}
-            with Worker(model, mode, batch) as other:
+            row = {"model": model, "mode": mode, "batch": batch, "device": device, "repeats": repeats}
+            with Worker(model, mode, batch, device) as other:
                 wrong = problem or other.ask().get("error")
                 yield row | ({"error": wrong} if wrong else compare(plain, other, repeats, plain_bytes))
 
@@ -89,11 +94,12 @@ def measure(
     batch: int | None,
     repeats: int,
     known: Sequence[dict[str, Any]] = (),
+    device: str = "cpu",
 ) -> Iterator[dict[str, Any]]:
     """All modes of all models, one after the other, except the ``known`` rows."""
-    done = {(row["model"], row["mode"], row["batch"]) for row in known}
+    done = {(row["model"], row["mode"], row["batch"], device_of(row)) for row in known}
     for model in models:
         size = batch or len(make_task(model).x)
-        missing = [mode for mode in modes if (model, mode, size) not in done]
+        missing = [mode for mode in modes if (model, mode, size, device) not in done]
         if missing:
-            yield from measure_model(model, missing, size, repeats)
+            yield from measure_model(model, missing, size, repeats, device)

@@ -82,7 +82,9 @@ class _ExampleWeights(nn.Module):
 
 def metagradient(task: Task, computation: Any = "reuse") -> Step:
     optimizer = sgd(task.model)
-    learner = MetaGradient(task.model, _ExampleWeights(len(task.x)), optimizer, computation=computation)
+    learner = MetaGradient(
+        task.model, _ExampleWeights(len(task.x)).to(task.x.device), optimizer, computation=computation
+    )
 
     def loss(meta: nn.Module | None) -> Tensor:
         assert isinstance(meta, _ExampleWeights)

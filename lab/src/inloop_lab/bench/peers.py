@@ -67,7 +67,7 @@ def higher(task: Task) -> Step:
     import higher as library
 
     optimizer = sgd(task.model)
-    weights = torch.ones(len(task.x), requires_grad=True)
+    weights = torch.ones(len(task.x), device=task.x.device, requires_grad=True)
     meta_optimizer = torch.optim.Adam([weights], lr=0.1)
 
     def step() -> None:
@@ -92,7 +92,7 @@ def torchopt(task: Task) -> Step:
     import torchopt as library
 
     inner = library.MetaSGD(task.model, lr=1e-3, momentum=0.9)
-    weights = torch.ones(len(task.x), requires_grad=True)
+    weights = torch.ones(len(task.x), device=task.x.device, requires_grad=True)
     meta_optimizer = torch.optim.Adam([weights], lr=0.1)
 
     def step() -> None:

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from inloop_lab.bench.devices import device_of
+
 MEMORY_SLACK = 0.01  # memory is counted, not timed: the same code has the same peak
 TIME_SLACK = 0.05  # beyond the quartiles of both measurements, as machines differ from day to day
 
@@ -29,5 +31,5 @@ def find_regressions(rows: Sequence[dict[str, Any]], before: Sequence[dict[str, 
     return worse
 
 
-def _key(row: dict[str, Any]) -> tuple[str, str, int]:
-    return row["model"], row["mode"], row["batch"]
+def _key(row: dict[str, Any]) -> tuple[str, str, int, str]:
+    return row["model"], row["mode"], row["batch"], device_of(row)

@@ -12,16 +12,23 @@ from rich.table import Table
 from inloop.atomic_files import write_atomically
 from inloop.errors import UsageError
 from inloop.reporting.html import as_svg
+from inloop_lab.bench.devices import device_of
 
 _OURS, _OTHERS = "#0b6e99", "#b0b0b0"
 _WIDE = 20  # a ratio above which a linear axis hides all others
 
 
 def describe(row: dict[str, Any]) -> str:
-    name = f"{row['model']} {row['mode']}"
+    name = f"{row['model']} {row['mode']}{_where(row)}"
     if "error" in row:
         return f"{name}: {row['error']}"
     return f"{name}: {row['time_ratio']:.2f} x time, {row['memory_ratio']:.2f} x memory"
+
+
+def _where(row: dict[str, Any]) -> str:
+    """The device, unless it is the usual one."""
+    device = device_of(row)
+    return "" if device == "cpu" else f" on {device}"
 
 
 def as_json(rows: Sequence[dict[str, Any]]) -> str:
@@ -48,28 +55,28 @@ def write_bench(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 def print_bench(rows: Sequence[dict[str, Any]], console: Console) -> None:
     table = Table(title="one training step, as a ratio to plain training")
-    for column in ("model", "batch", "mode", "time", "memory", "seconds", "peak MB"):
-        table.add_column(column, justify="left" if column in ("model", "mode") else "right", no_wrap=True)
+    for column in ("model", "batch", "device", "mode", "time", "memory", "seconds", "peak MB"):
+        table.add_column(column, justify="left" if column in ("model", "device", "mode") else "right", no_wrap=True)
     for row in rows:
         if "error" not in row:
             ratios = f"{row['time_ratio']:.2f}", f"{row['memory_ratio']:.2f}"
             absolute = f"{row['seconds']:.3f}", f"{row['peak_bytes'] / 1e6:.0f}"
-            table.add_row(row["model"], str(row["batch"]), row["mode"], *ratios, *absolute)
+            table.add_row(row["model"], str(row["batch"]), device_of(row), row["mode"], *ratios, *absolute)
     console.print(table)
     for row in rows:
         if "error" in row:
-            console.print(f"skipped: {row['model']} {row['mode']}: {row['error']}", highlight=False, markup=False)
+            console.print(f"skipped: {describe(row)}", highlight=False, markup=False)
 
 
 def bench_figure(rows: Sequence[dict[str, Any]]) -> Figure:
-    """Time and memory ratios of every mode, a row of panels for each model."""
+    """Time and memory ratios of every mode, a row of panels for each model on each device."""
     measured = [row for row in rows if "error" not in row]
-    models = list(dict.fromkeys(row["model"] for row in measured))
-    heights = [sum(row["model"] == model for row in measured) for model in models]
+    models = list(dict.fromkeys((row["model"], _where(row)) for row in measured))
+    heights = [sum((row["model"], _where(row)) == model for row in measured) for model in models]
     figure = Figure(figsize=(10, 1 + 0.3 * sum(heights) + 0.6 * len(models)), layout="constrained")
     axes = figure.subplots(len(models), 2, squeeze=False, height_ratios=heights)
-    for line, model in zip(axes, models, strict=True):
-        of_model = [row for row in measured if row["model"] == model]
+    for line, (model, where) in zip(axes, models, strict=True):
+        of_model = [row for row in measured if (row["model"], _where(row)) == (model, where)]
         of_model.sort(key=lambda row: (not row["mode"].startswith("gar"), row["mode"]))
         labels = [row["mode"] for row in of_model]
         colours = [_OURS if label.startswith("gar") else _OTHERS for label in labels]
@@ -84,7 +91,7 @@ def bench_figure(rows: Sequence[dict[str, Any]]) -> Figure:
                 axis.set_xlim(0, 1.15 * max(ratios))
             axis.axvline(1, color="black", linewidth=0.6, linestyle=":")
             axis.invert_yaxis()
-            axis.set_title(f"{model}, batch {of_model[0]['batch']}: {quantity.partition('_')[0]}", fontsize=9)
+            axis.set_title(f"{model}{where}, batch {of_model[0]['batch']}: {quantity.partition('_')[0]}", fontsize=9)
     return figure
 
 

@@ -65,8 +65,11 @@ def refuse_unknown_model(name: str) -> None:
         )
 
 
-def make_task(model: str, batch: int | None = None) -> Task:
-    """One of ``MODELS``, or another size of the two families: wrn-DEPTH-WIDTH[-gn], gpt-DEPTH[@SEQUENCE]."""
+def make_task(model: str, batch: int | None = None, device: str = "cpu") -> Task:
+    """One of ``MODELS``, or another size of the two families: wrn-DEPTH-WIDTH[-gn], gpt-DEPTH[@SEQUENCE].
+
+    It is made on the CPU, so that it is the same on every device.
+    """
     refuse_unknown_model(model)
     other = re.fullmatch(_OTHERS, model)
     torch.manual_seed(0)
@@ -77,4 +80,5 @@ def make_task(model: str, batch: int | None = None) -> Task:
         build, make_batch, usual = lambda: gpt(depth, length), _sequences(length), 8
     else:
         build, make_batch, usual = lambda: make_wide_resnet(model, 3, 10), _classify(3, 32, 32), 32
-    return Task(build(), *make_batch(batch or usual))
+    x, y = make_batch(batch or usual)
+    return Task(build().to(device), x.to(device), y.to(device))

@@ -19,6 +19,7 @@ def add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     )
     bench.add_argument("--modes", help="separated by commas; default: all")
     bench.add_argument("--batch", type=int, help="default: the model's usual one")
+    bench.add_argument("--device", default="cpu", help="cpu, cuda, or cuda:N for one of several GPUs; default: cpu")
     bench.add_argument("--repeats", type=int, default=10, help="default: 10")
     bench.add_argument("--figure", type=Path, metavar="FILE.svg", help="also draw the ratios")
     bench.add_argument(
@@ -37,6 +38,7 @@ def add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 def _bench(options: argparse.Namespace) -> int:
     from rich.console import Console
 
+    from inloop_lab.bench.devices import refuse_unavailable_device
     from inloop_lab.bench.measure import measure
     from inloop_lab.bench.regression import find_regressions
     from inloop_lab.bench.show import as_json, describe, print_bench, read_bench, write_bench, write_bench_figure
@@ -52,10 +54,11 @@ def _bench(options: argparse.Namespace) -> int:
         raise UsageError(f"--repeats {options.repeats}: allowed are whole numbers from 1.")
     if options.batch is not None and options.batch < 2:
         raise UsageError(f"--batch {options.batch}: allowed are whole numbers from 2.")
+    refuse_unavailable_device(options.device)
     before = read_bench(options.against) if options.against is not None else []
     log = Console(stderr=True)
     rows = read_bench(options.out) if options.out is not None and options.out.exists() else []
-    for row in measure(models, modes, options.batch, options.repeats, rows):
+    for row in measure(models, modes, options.batch, options.repeats, rows, options.device):
         rows.append(row)
         log.print(describe(row), highlight=False, markup=False)
         if options.out is not None:

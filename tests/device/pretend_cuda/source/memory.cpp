@@ -5,6 +5,7 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/TensorImpl.h>
 
+#include <algorithm>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -17,15 +18,25 @@ struct Block {
   History history;
   c10::DataPtr memory;  // one of these two owns it
   c10::Storage of_cpu;
+  size_t size;
 };
+
+// Bytes of blocks, now and at most. What CPU kernels need while they run is not counted: kernels of a GPU do without most of it.
+std::mutex bytes_mutex;
+size_t bytes_now = 0, bytes_at_most = 0;
 
 void release(void* context) {
   std::unique_ptr<Block> block(static_cast<Block*>(context));
   free_block(block->history);
+  std::lock_guard<std::mutex> lock(bytes_mutex);
+  bytes_now -= block->size;
 }
 
-c10::DataPtr make_block(void* data, c10::DataPtr memory, c10::Storage of_cpu) {
-  auto* block = new Block{{current_stream()}, std::move(memory), std::move(of_cpu)};
+c10::DataPtr make_block(void* data, c10::DataPtr memory, c10::Storage of_cpu, size_t size) {
+  auto* block = new Block{{current_stream()}, std::move(memory), std::move(of_cpu), size};
+  std::lock_guard<std::mutex> lock(bytes_mutex);
+  bytes_now += size;
+  bytes_at_most = std::max(bytes_at_most, bytes_now);
   return {data, block, &release, device()};
 }
 
@@ -35,7 +46,7 @@ struct Allocator final : c10::Allocator {
     launch("an allocation", true);
     auto memory = c10::GetCPUAllocator()->allocate(size);
     auto* data = memory.get();
-    return make_block(data, std::move(memory), {});
+    return make_block(data, std::move(memory), {}, size);
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
   void copy_data(void* to, const void* from, size_t size) const override { std::memcpy(to, from, size); }
@@ -119,7 +130,7 @@ at::Tensor on_device(const at::Tensor& tensor) {
   const auto& storage = tensor.storage();
   if (storage.data_ptr().get_deleter() == &release_storage)  // an operation has returned one of its arguments
     return with_storage(tensor, *static_cast<c10::Storage*>(storage.data_ptr().get_context()), c10::DispatchKey::CUDA);
-  auto block = make_block(const_cast<void*>(storage.data()), {}, storage);
+  auto block = make_block(const_cast<void*>(storage.data()), {}, storage, storage.nbytes());
   c10::Storage of_device(c10::Storage::use_byte_size_t(), storage.nbytes(), std::move(block), &the_allocator, true);
   return with_storage(tensor, std::move(of_device), c10::DispatchKey::CUDA);
 }
@@ -129,3 +140,20 @@ const bool registered = (c10::SetAllocator(c10::kCUDA, &the_allocator), true);
 }
 
 }  // namespace pretend
+
+// ---------------------------------------------------------------- called from Python
+
+extern "C" size_t pretend_bytes_now() {
+  std::lock_guard<std::mutex> lock(pretend::bytes_mutex);
+  return pretend::bytes_now;
+}
+
+extern "C" size_t pretend_bytes_at_most() {
+  std::lock_guard<std::mutex> lock(pretend::bytes_mutex);
+  return pretend::bytes_at_most;
+}
+
+extern "C" void pretend_forget_bytes_at_most() {
+  std::lock_guard<std::mutex> lock(pretend::bytes_mutex);
+  pretend::bytes_at_most = pretend::bytes_now;
+}
