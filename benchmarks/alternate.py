@@ -22,7 +22,7 @@ from inloop_lab.bench.tasks import make_task
 def worker(checkout: Path, model: str, mode: str, batch: int) -> Worker:
     """A worker that imports the library and the lab from one checkout."""
     paths = [str(checkout.resolve() / folder) for folder in ("src", "lab/src")]
-    return Worker(model, mode, batch, os.environ | {"PYTHONPATH": os.pathsep.join(paths)})
+    return Worker(model, mode, batch, environment=os.environ | {"PYTHONPATH": os.pathsep.join(paths)})
 
 
 def measure(checkouts: dict[str, Path], model: str, mode: str, repeats: int) -> dict[str, Any]:

@@ -22,8 +22,9 @@ class Worker:
     def __init__(
         self, model: str, mode: str, batch: int, device: str = "cpu", environment: Mapping[str, str] | None = None
     ) -> None:
+        place = [] if device == "cpu" else [device]  # workers of earlier versions know no devices
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "inloop_lab.bench.worker", model, mode, str(batch), device],
+            [sys.executable, "-m", "inloop_lab.bench.worker", model, mode, str(batch), *place],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

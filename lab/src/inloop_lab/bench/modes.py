@@ -30,7 +30,7 @@ def plain(task: Task) -> Step:
     optimizer = sgd(task.model)
 
     def step() -> None:
-        task.losses(task.model(task.x)).mean().backward()
+        task.loss().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -43,7 +43,7 @@ def gradient_alignment(task: Task, **options: Any) -> Step:
 
     def step() -> None:
         learner.sample(len(task.x))
-        loss = task.losses(task.model(task.x)).mean()
+        loss = task.loss()
         loss.backward()
         learner.step(loss)
         optimizer.step()

@@ -15,11 +15,21 @@ from inloop_lab.networks.wide_resnet import make_wide_resnet
 
 @dataclass(frozen=True)
 class Task:
-    """A model, and the batch of every step."""
+    """A model, and the batch of every step.
+
+    Attributes:
+        mixed: Whether the forward pass runs under autocast in bfloat16.
+    """
 
     model: nn.Module
     x: Tensor
     y: Tensor
+    mixed: bool = False
+
+    def loss(self) -> Tensor:
+        """The loss of a training step, after its forward pass."""
+        with torch.autocast(self.x.device.type, torch.bfloat16, enabled=self.mixed):
+            return self.losses(self.model(self.x)).mean()
 
     def losses(self, outputs: Tensor) -> Tensor:
         """Cross-entropy of each example, [N]; of a sequence its mean over positions."""
@@ -56,21 +66,25 @@ _TASKS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, T
 }
 MODELS = tuple(_TASKS)
 _OTHERS = r"gpt-(\d+)(?:@(\d+))?|wrn-\d+-\d+(?:-gn)?"
+MIXED = "+bf16"  # at the end of a model's name: under autocast
 
 
 def refuse_unknown_model(name: str) -> None:
-    if name not in _TASKS and re.fullmatch(_OTHERS, name) is None:
+    plain = name.removesuffix(MIXED)
+    if plain not in _TASKS and re.fullmatch(_OTHERS, plain) is None:
         raise UsageError(
-            f"model {name!r}: allowed are {', '.join(MODELS)}, any wrn-DEPTH-WIDTH[-gn] and any gpt-DEPTH[@SEQUENCE]."
+            f"model {name!r}: allowed are {', '.join(MODELS)}, any wrn-DEPTH-WIDTH[-gn] and any gpt-DEPTH[@SEQUENCE], "
+            f"each also with {MIXED} at its end, for autocast in bfloat16."
         )
 
 
 def make_task(model: str, batch: int | None = None, device: str = "cpu") -> Task:
-    """One of ``MODELS``, or another size of the two families: wrn-DEPTH-WIDTH[-gn], gpt-DEPTH[@SEQUENCE].
+    """One of ``MODELS``, or another size of the two families: wrn-DEPTH-WIDTH[-gn], gpt-DEPTH[@SEQUENCE]; with "+bf16" at its end under autocast.
 
     It is made on the CPU, so that it is the same on every device.
     """
     refuse_unknown_model(model)
+    mixed, model = model.endswith(MIXED), model.removesuffix(MIXED)
     other = re.fullmatch(_OTHERS, model)
     torch.manual_seed(0)
     if model in _TASKS:
@@ -81,4 +95,4 @@ def make_task(model: str, batch: int | None = None, device: str = "cpu") -> Task
     else:
         build, make_batch, usual = lambda: make_wide_resnet(model, 3, 10), _classify(3, 32, 32), 32
     x, y = make_batch(batch or usual)
-    return Task(build().to(device), x.to(device), y.to(device))
+    return Task(build().to(device), x.to(device), y.to(device), mixed)

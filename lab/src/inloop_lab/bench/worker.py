@@ -1,6 +1,6 @@
 """One mode of one model in a process of its own: does steps on request, and reports the time of each.
 
-    python -m inloop_lab.bench.worker MODEL MODE BATCH DEVICE
+    python -m inloop_lab.bench.worker MODEL MODE BATCH [DEVICE]
 
 Reads lines from standard input, "time" or, as the last one, "memory", and answers each with a line of JSON.
 """
@@ -16,10 +16,11 @@ import warnings
 from functools import partial
 from typing import Any
 
+from inloop.errors import UsageError
 from inloop_lab.bench.devices import peak_bytes, wait_for
 from inloop_lab.bench.modes import MODES, Step
 from inloop_lab.bench.peers import PEERS
-from inloop_lab.bench.tasks import make_task
+from inloop_lab.bench.tasks import MIXED, make_task
 
 ALL_MODES = (*MODES, *PEERS)
 STEPS = 2  # timed together: in some modes every second step differs
@@ -29,6 +30,8 @@ LEAST_SECONDS = 0.3  # of one timing, if steps are short
 def make_step(model: str, mode: str, batch: int | None, device: str = "cpu") -> Step:
     if mode in PEERS and importlib.util.find_spec(PEERS[mode][0]) is None:
         raise ModuleNotFoundError(f"{PEERS[mode][0]} is not installed")
+    if model.endswith(MIXED) and mode != "plain" and not mode.startswith("gar"):
+        raise UsageError(f"{mode} is not measured under autocast")
     build = MODES[mode] if mode in MODES else PEERS[mode][1]
     step: Step = build(make_task(model, batch, device))
     return step
@@ -52,7 +55,7 @@ def main() -> None:
     """Serve until standard input ends."""
     warnings.simplefilter("ignore")
     logging.disable()
-    model, mode, batch, device = sys.argv[1:]
+    model, mode, batch, device = (*sys.argv[1:], "cpu")[:4]
     make = partial(make_step, model, mode, int(batch) or None, device)
     try:
         step: Step | None = make()

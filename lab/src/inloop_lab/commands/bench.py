@@ -15,7 +15,7 @@ def add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     bench.add_argument(
         "--models",
         default="wrn-16-4,gpt-6,vit-tiny,mlp",
-        help="separated by commas; default: %(default)s; also any wrn-DEPTH-WIDTH[-gn] and gpt-DEPTH[@SEQUENCE]",
+        help="separated by commas; default: %(default)s; also any wrn-DEPTH-WIDTH[-gn] and gpt-DEPTH[@SEQUENCE]; with +bf16 at the end under autocast",
     )
     bench.add_argument("--modes", help="separated by commas; default: all")
     bench.add_argument("--batch", type=int, help="default: the model's usual one")
