@@ -314,17 +314,19 @@ def _misfit(
         rows, rows_after = sums.get(axis), sums_after.get(axis)
         if shape != shape_after or rows is None or rows_after is None:
             return 0.0 if rows is None and shape == shape_after else float("inf")
-        if layout is not None and len(rows) % num_examples:  # another call of the same layer
+        if layout is not None and len(rows) % (num_examples * layout.groups):  # another call of the same layer
             return float("inf")
+        if not len(rows):  # an expert that got nothing
+            continue
         far = difference(_by_example(layout, rows, num_examples), _by_example(layout, rows_after, num_examples)).abs()
-        spread = float((rows - rows.mean(dim=0)).abs().max()) if len(rows) else 0.0
+        spread = float((rows - rows.mean(dim=0)).abs().max())
         worst = max(worst, float(far.max()) / (1e-3 * spread + rounding) if far.numel() else 0.0)
     return worst
 
 
 def _by_example(layout: Layout | None, rows: Tensor, num_examples: int) -> Tensor:
     """Group the rows by example, [N, rows of each, 2]."""
-    if layout is None or not len(rows) or len(rows) % (num_examples * layout.groups):
+    if layout is None:
         return rows
     if layout.positions_first:
         return rows.view(-1, num_examples, 2).transpose(0, 1)
