@@ -73,6 +73,15 @@ SAM2 = {
     "prompt_encoder_config": PROMPTS,
     "mask_decoder_config": MASKS,
 }
+SAM3_VISION = {
+    "backbone_config": {"image_size": 64, "patch_size": 8, "window_size": 4},
+    "backbone_feature_sizes": [[32, 32], [16, 16], [8, 8]],
+}
+SAM3 = {
+    "vision_config": SAM3_VISION,
+    "prompt_encoder_config": PROMPTS | {"patch_size": 8, "hidden_size": 64},
+    "mask_decoder_config": MASKS | {"hidden_size": 64},
+}
 
 
 def _first_words(made: Any, count: int) -> torch.Tensor:
@@ -211,6 +220,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "sam2_hiera_det_model": {"config": HIERA},
     "sam2_video": {"config": SAM2 | {"image_size": 64}},
     "sam2_vision_model": {"config": HIERA_VISION},
+    "sam3_tracker": {"config": SAM3},
+    "sam3_video": {"config": {"tracker_config": SAM3 | {"image_size": 64}}},
     "edgetam_video": {"config": SAM2 | {"image_size": 64}},
     "textnet": {"config": {"image_size": [64, 64]}},
 }
