@@ -106,7 +106,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "clap": {"inputs": {"input_features": (BATCH, 1, 96, 64)}},
     "clap_audio_model": {"inputs": {"input_features": (BATCH, 1, 96, 64)}},
     "cvt": {"config": {"depth": [1, 2, 3]}},
-    "dac": {"inputs": {"input_values": (BATCH, 1, 2000)}},
+    "dac": {
+        "inputs": {"input_values": (BATCH, 1, 2000)},
+        "config": {"decoder_hidden_size": 96, "encoder_hidden_size": 16},
+    },
     "decision_transformer": {
         "inputs": {
             "states": (BATCH, 6, 17),
@@ -214,6 +217,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
             "local_attn_chunk_length": 8,
         }
     },
+    # Smaller, to save time.
+    "lw_detr_vit": {"config": {"image_size": 64, "pretrain_image_size": 64, "patch_size": 8, "num_windows": 4}},
+    "mobilevitv2": {"config": {"image_size": 64}},
+    "pixtral": {"config": {"image_size": 32}},
+    "swin2sr": {"config": {"image_size": 16, "window_size": 4}},
+    "vits": {"config": {"upsample_initial_channel": 64}},
     "sam": {"inputs": POINTS, "config": SAM},
     "sam_hq": {"inputs": POINTS, "config": SAM | {"mask_decoder_config": MASKS | {"vit_dim": 64}}},
     "sam2": {"config": SAM2},

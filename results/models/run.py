@@ -57,7 +57,7 @@ VERSIONS = {
     "transformers": transformers.__version__,
     "timm": timm.__version__,
 }
-WALL_SECONDS = 240
+SECONDS_OF_A_FAMILY = 240  # of the processor
 KILLED = {"status": "not built", "message": "killed while it was built"}  # unless it has told more
 
 
@@ -164,7 +164,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     tasks = todo(options)
     for (library, family), found in results(
-        tasks, lambda task, send: trial(*task, send), options.workers, WALL_SECONDS
+        tasks, lambda task, send: trial(*task, send), options.workers, SECONDS_OF_A_FAMILY
     ):
         row = {"library": library, "family": family, **KILLED, **found, "versions": VERSIONS}
         with RESULTS.open("ab", buffering=0) as file:  # a line is one write, so another run may append, too
