@@ -152,3 +152,16 @@ def test_a_layer_that_is_called_with_several_numbers_of_rows_for_each_example(ca
     """Six rows might be in two or three groups; two cannot be in three."""
     assert_exact(TwoViews(), torch.randn(N, 6, D))
     assert "could not find out" not in caplog.text
+
+
+class TellsPlaces(TextAndImages):
+    """Its output has whole numbers, too."""
+
+    def forward(self, ids, patches, grid):
+        return {"logits": super().forward(ids, patches, grid), "places": ids.argsort(), "is_long": ids > 2}
+
+
+def test_an_output_of_whole_numbers_is_no_hindrance(caplog):
+    ids = torch.randint(5, (N, 4))
+    assert_exact(TellsPlaces(), forward=lambda model: model(ids, *images())["logits"])
+    assert "could not find out" not in caplog.text

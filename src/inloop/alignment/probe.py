@@ -392,7 +392,8 @@ def _outputs(model: nn.Module, part: str, plan: Plan, inputs: Inputs, shared: La
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_nothing, _nothing):
             results = twin.get_submodule(part)(*inputs[0], **inputs[1])
         for index, out in enumerate(tensors_in(results) if not part else ()):
-            _keep_output(seen, (_OUTPUT, index), out, out.requires_grad)
+            if out.is_floating_point() or out.is_complex():  # places of words, say, are whole numbers
+                _keep_output(seen, (_OUTPUT, index), out, out.requires_grad)
     finally:
         watch.leave_model(entirely=True)
         # The hooks refer to the watch, which refers to the twin. Without them all is released at once.
