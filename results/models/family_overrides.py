@@ -36,6 +36,52 @@ QUESTION = {"qformer_input_ids": lambda made: made.whole(48, 96, BATCH, 6)}
 CODES = {"decoder_input_ids": lambda made: made.whole(0, 90, 2 * BATCH, 5)}  # a row for each of two codebooks
 PYRAMID = {"decoder_in_channels": [64, 64, 64]}
 POINTS = {"input_points": lambda made: made.whole(0, 60, BATCH, 1, 2, 2).float()}
+# Segment-anything models: sizes in several parts must fit each other. The sizes of their images are 64, 4 x 4 or more patches remain.
+PROMPTS = {"image_size": 64, "hidden_size": 32, "mask_input_channels": 8}
+MASKS = {"hidden_size": 32, "mlp_dim": 64, "num_attention_heads": 2, "iou_head_hidden_dim": 32}
+SAM = {
+    "vision_config": {
+        "image_size": 64,
+        "patch_size": 8,
+        "window_size": 4,
+        "global_attn_indexes": [1],
+        "output_channels": 32,
+        "num_pos_feats": 16,
+        "initializer_range": 0.02,  # 1e-10 by default: gradients of float32 would be rounding only
+    },
+    "prompt_encoder_config": PROMPTS | {"patch_size": 8},
+    "mask_decoder_config": MASKS,
+}
+HIERA = {
+    "image_size": [64, 64],
+    "hidden_size": 16,
+    "blocks_per_stage": [1, 1, 2, 1],
+    "embed_dim_per_stage": [16, 32, 48, 64],
+    "num_attention_heads_per_stage": [1, 2, 2, 4],
+    "window_size_per_stage": [8, 4, 4, 2],
+    "window_positional_embedding_background_size": [4, 4],
+    "global_attention_blocks": [3],
+}
+HIERA_VISION = {
+    "backbone_config": HIERA,
+    "backbone_channel_list": [64, 48, 32, 16],
+    "backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]],
+    "fpn_hidden_size": 32,
+}
+SAM2 = {
+    "vision_config": HIERA_VISION,
+    "prompt_encoder_config": PROMPTS,
+    "mask_decoder_config": MASKS,
+}
+SAM3_VISION = {
+    "backbone_config": {"image_size": 64, "patch_size": 8, "window_size": 4},
+    "backbone_feature_sizes": [[32, 32], [16, 16], [8, 8]],
+}
+SAM3 = {
+    "vision_config": SAM3_VISION,
+    "prompt_encoder_config": PROMPTS | {"patch_size": 8, "hidden_size": 64},
+    "mask_decoder_config": MASKS | {"hidden_size": 64},
+}
 
 
 def _first_words(made: Any, count: int) -> torch.Tensor:
@@ -60,7 +106,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "clap": {"inputs": {"input_features": (BATCH, 1, 96, 64)}},
     "clap_audio_model": {"inputs": {"input_features": (BATCH, 1, 96, 64)}},
     "cvt": {"config": {"depth": [1, 2, 3]}},
-    "dac": {"inputs": {"input_values": (BATCH, 1, 2000)}},
+    "dac": {
+        "inputs": {"input_values": (BATCH, 1, 2000)},
+        "config": {"decoder_hidden_size": 96, "encoder_hidden_size": 16},
+    },
     "decision_transformer": {
         "inputs": {
             "states": (BATCH, 6, 17),
@@ -168,6 +217,20 @@ OVERRIDES: dict[str, dict[str, Any]] = {
             "local_attn_chunk_length": 8,
         }
     },
-    "sam": {"inputs": POINTS},
-    "sam_hq": {"inputs": POINTS},
+    # Smaller, to save time.
+    "lw_detr_vit": {"config": {"image_size": 64, "pretrain_image_size": 64, "patch_size": 8, "num_windows": 4}},
+    "mobilevitv2": {"config": {"image_size": 64}},
+    "pixtral": {"config": {"image_size": 32}},
+    "swin2sr": {"config": {"image_size": 16, "window_size": 4}},
+    "vits": {"config": {"upsample_initial_channel": 64}},
+    "sam": {"inputs": POINTS, "config": SAM},
+    "sam_hq": {"inputs": POINTS, "config": SAM | {"mask_decoder_config": MASKS | {"vit_dim": 64}}},
+    "sam2": {"config": SAM2},
+    "sam2_hiera_det_model": {"config": HIERA},
+    "sam2_video": {"config": SAM2 | {"image_size": 64}},
+    "sam2_vision_model": {"config": HIERA_VISION},
+    "sam3_tracker": {"config": SAM3},
+    "sam3_video": {"config": {"tracker_config": SAM3 | {"image_size": 64}}},
+    "edgetam_video": {"config": SAM2 | {"image_size": 64}},
+    "textnet": {"config": {"image_size": [64, 64]}},
 }

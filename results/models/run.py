@@ -1,26 +1,22 @@
 """Runs `inloop.check` and a short training with a learner on one small model of every family, and continues where it was interrupted.
 
-    python results/models/run.py [--library transformers|timm] [--only FAMILY ...] [--again STATUS ...]
+    python results/models/run.py [--workers N] [--library transformers|timm] [--only FAMILY ...] [--again STATUS ...]
 
-A family is one line of models.jsonl, the last one counts. Each is tried in a process of its own, so that one that is killed does not end the run.
+A family is one line of models.jsonl, the last one counts. Each is tried in a process of its own, with a limit of time, so that one that is killed does
+not end the run. Without models.jsonl all are tried.
 """
 
 import argparse
 import json
 import logging
 import os
-import resource
-import select
-import signal
 import subprocess
-import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from processes import Send, results
 from torch import nn
 from trial import (
     SECONDS,
@@ -61,8 +57,8 @@ VERSIONS = {
     "transformers": transformers.__version__,
     "timm": timm.__version__,
 }
-GIGABYTES, WALL_SECONDS = 8, 600
-Send = Callable[[dict[str, Any]], None]
+SECONDS_OF_A_FAMILY = 240  # of the processor
+KILLED = {"status": "not built", "message": "killed while it was built"}  # unless it has told more
 
 
 def built(library: str, family: str) -> tuple[int, nn.Module, Inputs, str]:
@@ -132,46 +128,23 @@ def trial(library: str, family: str, send: Send) -> None:
     send(part("learner", lambda: tried_with_a_learner(model, inputs)))
 
 
-def in_a_process_of_its_own(library: str, family: str) -> dict[str, Any]:
-    """What the trial sent, even if its process was killed."""
-    result: dict[str, Any] = {
-        "library": library,
-        "family": family,
-        "status": "not built",
-        "message": "killed while it was built",
-    }
-    start, (reader, writer) = time.monotonic(), os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(reader)
-        resource.setrlimit(resource.RLIMIT_AS, (GIGABYTES << 30, GIGABYTES << 30))
-        with os.fdopen(writer, "w") as pipe:
-            trial(library, family, lambda found: print(json.dumps(found), file=pipe, flush=True))
-        os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader) as pipe:
-        for line in lines_within(pipe, WALL_SECONDS):
-            result |= json.loads(line)
-    with suppress(ProcessLookupError):
-        os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return result | {"total_seconds": round(time.monotonic() - start, 1), "versions": VERSIONS}
-
-
-def lines_within(pipe: Any, seconds: float) -> Iterator[str]:
-    """The lines of a pipe, until it ends or the time is over."""
-    end = time.monotonic() + seconds
-    while select.select([pipe], [], [], max(0.0, end - time.monotonic()))[0]:
-        line = pipe.readline()
-        if not line:
-            return
-        yield line
-
-
 def read() -> dict[tuple[str, str], dict[str, Any]]:
     """The last result of each family."""
     rows = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
     return {(row["library"], row["family"]): row for row in rows}
+
+
+def todo(options: argparse.Namespace) -> list[tuple[str, str]]:
+    """The families to try, of their libraries."""
+    done = read()
+    everything = [
+        (library, family)
+        for library in ([options.library] if options.library else LIBRARIES)
+        for family in LIBRARIES[library].families()
+    ]
+    if options.only:
+        return [task for task in everything if task[1] in options.only]
+    return [task for task in everything if task not in done or done[task]["status"] in options.again]
 
 
 def main() -> None:
@@ -181,25 +154,26 @@ def main() -> None:
     parser.add_argument(
         "--again", nargs="+", metavar="STATUS", default=[], help="also families whose line has one of these statuses"
     )
+    parser.add_argument(
+        "--workers", type=int, default=os.cpu_count() or 1, help="how many at a time (one for each core)"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     transformers.logging.set_verbosity_error()
-    for library in [options.library] if options.library else LIBRARIES:
-        for family in LIBRARIES[library].families():
-            row = read().get((library, family))
-            is_done = row is not None and row["status"] not in options.again
-            if (family not in options.only) if options.only else is_done:
-                continue
-            row = in_a_process_of_its_own(library, family)
-            with RESULTS.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-            learner = row.get("learner", {}).get("status", "")
-            print(
-                f"{library} {family}: {row['status']}, learner {learner}, {row['total_seconds']} s; {row['message'][:150]}",
-                flush=True,
-            )
+    tasks = todo(options)
+    for (library, family), found in results(
+        tasks, lambda task, send: trial(*task, send), options.workers, SECONDS_OF_A_FAMILY
+    ):
+        row = {"library": library, "family": family, **KILLED, **found, "versions": VERSIONS}
+        with RESULTS.open("ab", buffering=0) as file:  # a line is one write, so another run may append, too
+            file.write(f"{json.dumps(row)}\n".encode())
+        learner = row.get("learner", {}).get("status", "")
+        print(
+            f"{library} {family}: {row['status']}, learner {learner}, {row['total_seconds']} s; {row['message'][:150]}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

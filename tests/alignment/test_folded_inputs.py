@@ -133,3 +133,35 @@ class Batched(nn.Module):
 
 def test_experts_that_all_see_all_examples():
     assert_exact(ManyExperts(), torch.randn(N, 4, D))
+
+
+class TwoViews(nn.Module):
+    """One layer for six rows of each example, and then for two of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.Linear(D, D), nn.Linear(D, 3)
+
+    def forward(self, rows):
+        six = self.layer(rows.flatten(0, 1)).tanh().view(N, 6, D)
+        two = self.layer(six[:, :2].flatten(0, 1)).view(N, 2, D)
+        return self.head(six.sum(1) + two.sum(1))
+
+
+def test_a_layer_that_is_called_with_several_numbers_of_rows_for_each_example(caplog):
+    """Six rows might be in two or three groups; two cannot be in three."""
+    assert_exact(TwoViews(), torch.randn(N, 6, D))
+    assert "could not find out" not in caplog.text
+
+
+class TellsPlaces(TextAndImages):
+    """Its output has whole numbers, too."""
+
+    def forward(self, ids, patches, grid):
+        return {"logits": super().forward(ids, patches, grid), "places": ids.argsort(), "is_long": ids > 2}
+
+
+def test_an_output_of_whole_numbers_is_no_hindrance(caplog):
+    ids = torch.randint(5, (N, 4))
+    assert_exact(TellsPlaces(), forward=lambda model: model(ids, *images())["logits"])
+    assert "could not find out" not in caplog.text

@@ -8,6 +8,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from inloop import InloopError, capture
+from inloop.alignment.operation import Recipe
 from inloop.alignment.oracles import align_by_loss
 from inloop.errors import BatchSizeError
 from tests.alignment.architectures import D, Model, N, T, UnseenProduct
@@ -257,3 +258,38 @@ class Adapted(nn.Module):
 def test_a_layer_that_is_given_others(caplog):
     assert_exact(Adapted().double(), torch.randn(4, 5, dtype=torch.float64))
     assert not caplog.text
+
+
+class ResidualsBeforeTheData(nn.Module):
+    """Queries that every example shares pass through residual operations before they meet the data."""
+
+    def __init__(self, depth):
+        super().__init__()
+        self.depth, self.queries, self.head = depth, nn.Parameter(torch.rand(D)), nn.Linear(D, 3)
+
+    def forward(self, batch):
+        queries = self.queries
+        for _ in range(self.depth):
+            queries = queries + queries.tanh() / self.depth
+        return self.head(batch * queries)
+
+
+def test_residuals_of_what_all_examples_share_do_not_double_the_work(monkeypatch):
+    run, count = Recipe._run, 0
+
+    def counting(recipe, args, kwargs):
+        nonlocal count
+        count += 1
+        return run(recipe, args, kwargs)
+
+    monkeypatch.setattr(Recipe, "_run", counting)
+    counts = []
+    for depth in (4, 8):
+        count = 0
+        assert_exact(ResidualsBeforeTheData(depth), torch.randn(N, D))
+        counts.append(count)
+    assert counts[1] < 2.5 * counts[0]
+
+
+def test_there_may_be_any_number_of_operations_before_the_data():
+    assert_exact(ResidualsBeforeTheData(300), torch.randn(N, D))

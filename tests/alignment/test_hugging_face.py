@@ -114,6 +114,16 @@ def test_models(make, forward):
     assert_exact(make().double().train(), forward=forward)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_a_backbone_whose_hidden_states_are_collected_by_hooks():
+    """A copy of the model needs these hooks, too: else it puts out nothing, and does not show where the examples are."""
+    torch.manual_seed(0)
+    config = {"num_windows": 2, "window_block_indexes": [0], "layer_norm_eps": 1e-6}
+    model = transformers.RfDetrDinov2Backbone(transformers.RfDetrDinov2Config(**IMAGES, **config)).double().train()
+    images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert_exact(model, forward=lambda model: model(images).feature_maps[-1])
+
+
 @pytest.mark.parametrize("make", [mamba, mixtral])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 def test_models_that_compute_a_part_in_float32_whatever_they_are(make):

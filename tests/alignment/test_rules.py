@@ -91,3 +91,45 @@ def test_a_wrong_rule_does_not_pass_verification():
     alignment_rule(Affine, parameters=("shift",))(linear_in_parameters)
     with pytest.raises(VerificationError, match="'0.shift'"):
         assert_exact(nn.Sequential(Affine(), nn.Linear(5, 2)).double(), x(5))
+
+
+class OurRMSNorm(nn.Module):
+    """Known by its name alone, as those of Hugging Face."""
+
+    __module__ = "transformers.models.ours"
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(5))
+
+    def forward(self, batch):
+        return self.normalized(batch) * (1 + self.weight)
+
+    def normalized(self, batch):
+        return batch * torch.rsqrt(batch.square().mean(-1, keepdim=True) + 1e-6)
+
+
+class ScalesBeforeItNormalizesRMSNorm(OurRMSNorm):
+    __module__ = "transformers.models.ours"
+
+    def forward(self, batch):
+        return self.normalized(batch * (1 + self.weight))
+
+
+class NeedsAGateRMSNorm(OurRMSNorm):
+    __module__ = "transformers.models.ours"
+
+    def forward(self, batch, gate):
+        return super().forward(batch * gate)
+
+
+def test_a_norm_that_is_known_by_its_name_has_a_rule_only_if_it_is_affine():
+    assert rule_names(OurRMSNorm()) == {"": "affine_in_parameters"}
+    assert rule_names(ScalesBeforeItNormalizesRMSNorm()) != {"": "affine_in_parameters"}
+    for make in (OurRMSNorm, ScalesBeforeItNormalizesRMSNorm):
+        assert_exact(nn.Sequential(nn.Linear(5, 5), make(), nn.Linear(5, 2)).double(), x(5))
+
+
+def test_a_norm_that_cannot_be_tried_is_run_again():
+    assert rule_names(NeedsAGateRMSNorm()) != {"": "affine_in_parameters"}
+    assert_exact(NeedsAGateRMSNorm().double(), x(5), x(5))

@@ -368,7 +368,7 @@ def make_twin(module: nn.Module, parameters: Mapping[str, Tensor], copy_tensors:
     """Copy ``module`` and its children, without their storage, and give the copy ``parameters``.
 
     The twin has its own parameter table, cloned buffers, and only hooks that are part of the computation (weight_norm,
-    pruning). Attributes that refer to parts of the module (a list of children, a bound method) refer to twins instead.
+    pruning, hidden states that transformers captures). Attributes that refer to parts of the module (a list of children, a bound method) refer to twins instead.
 
     Args:
         parameters: A tensor for each parameter below ``module`` by its relative name, also for aliases of a tied one.
@@ -392,7 +392,10 @@ class _Uncompiled(nn.Module):
         return self._orig_mod(*args, **kwargs)  # type: ignore[operator]
 
 
-def _copy_module(module: nn.Module, parameters: Mapping[str, Tensor], prefix: str, twins: dict[int, Any]) -> nn.Module:
+def _copy_module(
+    module: nn.Module, parameters: Mapping[str, Tensor], prefix: str, twins: dict[int, Any], collects: bool = False
+) -> nn.Module:
+    """Copy a module and its children; ``collects``: whether one above, which is copied, too, collects hidden states."""
     if isinstance(module, torch.jit.ScriptModule):  # its state cannot be exchanged
         return module
     twin: nn.Module = object.__new__(_Uncompiled if "_orig_mod" in module._modules else original_type(module))
@@ -408,6 +411,9 @@ def _copy_module(module: nn.Module, parameters: Mapping[str, Tensor], prefix: st
         state[table] = OrderedDict()
     if module._forward_pre_hooks:
         state["_forward_pre_hooks"] = reparametrizing_hooks(module)
+    collects = collects or bool(state.get("_output_capturing_hooks_installed"))
+    if module._forward_hooks and collects:
+        state["_forward_hooks"] = _capturing_hooks(module)
     state["_parameters"] = own = {}
     for name, value in module._parameters.items():
         own[name] = None if value is None else parameters[prefix + name]
@@ -416,7 +422,7 @@ def _copy_module(module: nn.Module, parameters: Mapping[str, Tensor], prefix: st
         state["_buffers"] = {name: None if value is None else value.clone() for name, value in module._buffers.items()}
     if module._modules:
         state["_modules"] = {
-            name: None if child is None else _copy_module(child, parameters, f"{prefix}{name}.", twins)
+            name: None if child is None else _copy_module(child, parameters, f"{prefix}{name}.", twins, collects)
             for name, child in module._modules.items()
         }
     if isinstance(twin, nn.RNNBase):  # it reads its weights from a list beside the parameter table
@@ -447,4 +453,17 @@ def reparametrizing_hooks(module: nn.Module) -> "OrderedDict[int, Any]":
         (key, hook)
         for key, hook in module._forward_pre_hooks.items()
         if isinstance(hook, (WeightNorm, SpectralNorm, BasePruningMethod))
+    )
+
+
+def _capturing_hooks(module: nn.Module) -> "OrderedDict[int, Any]":
+    """Return the hooks by which a model of transformers collects its hidden states, which backbones go on with.
+
+    They refer to no module. The model installs them once, in its first pass, so a twin would have none and no hidden states.
+    Below a model that is no twin they would tell it of the twin's states, so a part alone does not keep them.
+    """
+    return OrderedDict(
+        (key, hook)
+        for key, hook in module._forward_hooks.items()
+        if getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
     )

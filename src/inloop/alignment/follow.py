@@ -114,18 +114,11 @@ class Tracer(TorchFunctionMode):
         if not isinstance(kind, Recipe | Value):
             return tensor
         recipe = kind if isinstance(kind, Recipe) else Recipe(torch.clone, (kind,), {})
-        data: list[Tensor] = []
-        names: dict[str, None] = {}
-
-        def slot(constant: Tensor) -> Value:
-            data.append(constant)
-            return Value(len(data) - 1)
-
-        recipe = _with_slots(recipe, slot, names)
+        recipe, data, names = _open(recipe)
         self.enter_layer()
         copy = tensor.clone()
         self.leave_layer()
-        self._record(Use(recipe, data, list(names), copy, f"{HANDED_OVER} '{layer}'"))
+        self._record(Use(recipe, data, names, copy, f"{HANDED_OVER} '{layer}'"))
         return copy
 
     def _kind(self, tensor: Tensor) -> Recipe | Value | Constant | None:
@@ -220,38 +213,27 @@ class Tracer(TorchFunctionMode):
         before: Tensor | None,
         state: dict[str, Tensor] | None,
     ) -> tuple[Recipe, list[Tensor], list[str]]:
-        """Return the recipe of an operation, its data, and the names of its parameters."""
-        slots: list[Tensor] = []
+        """Return the recipe of an operation, its data, and the names of its parameters.
+
+        Until it meets data it has its constants inside, and the recipes of its arguments as they are, not copied.
+        """
         is_data = False
-        names: dict[str, None] = {}
 
-        def slot(tensor: Tensor) -> Value:
-            slots.append(tensor)
-            return Value(len(slots) - 1)
-
-        def part(tensor: Tensor, position: int) -> Value | Recipe:
+        def part(tensor: Tensor, position: int) -> Value | Recipe | Tensor:
             nonlocal is_data
             kind = self._kind(tensor)
-            if isinstance(kind, Value):
-                names[str(kind.source)] = None
+            if isinstance(kind, Value | Recipe):
                 return kind
-            if isinstance(kind, Recipe):
-                return _with_slots(kind, slot, names)
             is_data |= kind is None
             if position == 0 and before is not None:
-                return slot(before)
+                return before
             # Copy a parameter: the optimizer will write into it.
-            return slot(tensor.detach().clone() if isinstance(tensor, nn.Parameter) else tensor.detach())
+            return tensor.detach().clone() if isinstance(tensor, nn.Parameter) else tensor.detach()
 
         counter = itertools.count()
         new_args, new_kwargs = tree_map_only(Tensor, lambda tensor: part(tensor, next(counter)), (args, kwargs))
         recipe = Recipe(function, new_args, new_kwargs, in_place=in_place, random_state=state)
-        return (recipe, slots, list(names)) if is_data else (self._closed(recipe, slots), [], list(names))
-
-    @staticmethod
-    def _closed(recipe: Recipe, slots: list[Tensor]) -> Recipe:
-        """Return the recipe with its constants inside, until it meets data."""
-        return recipe.map(lambda value: slots[value.source] if isinstance(value.source, int) else value)
+        return _open(recipe) if is_data else (recipe, [], [])
 
 
 def _is_attribute(function: Callable[..., Any]) -> bool:
@@ -259,16 +241,19 @@ def _is_attribute(function: Callable[..., Any]) -> bool:
     return getattr(function, "__name__", "") == "__get__"
 
 
-def _with_slots(recipe: Recipe, slot: Callable[[Tensor], Value], names: dict[str, None]) -> Recipe:
-    """Return a derived tensor's recipe as part of another: turn its constants into arguments, note its parameters."""
+def _open(recipe: Recipe) -> tuple[Recipe, list[Tensor], list[str]]:
+    """Return the recipe with its tensors as arguments, these tensors, and the names of its parameters."""
+    slots: list[Tensor] = []
+    names: dict[str, None] = {}
 
     def change(part: Any) -> Any:
         if isinstance(part, Tensor):
-            return slot(part)
+            slots.append(part)
+            return Value(len(slots) - 1)
         names[str(part.source)] = None
         return part
 
-    return recipe.map(change)
+    return recipe.map(change), slots, list(names)
 
 
 class Watch:

@@ -4,6 +4,7 @@ Axes: N examples, C channels, O output channels, D features.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import cast
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from inloop.alignment import sizes
 from inloop.alignment.call import LayerCall
+from inloop.alignment.named import is_affine_in_its_weight
 from inloop.alignment.rules import (
     PerExample,
     Wanted,
@@ -233,7 +235,11 @@ def align_embedding_bag(call: LayerCall, direction: Mapping[str, Tensor]) -> Dot
     return call.dot(call.run(direction, max_norm=None))
 
 
-# Hugging Face's own layers. Its many RMSNorms scale by weight or by 1 + weight; both are affine.
+# Hugging Face's own layers. Its many RMSNorms scale by weight or by 1 + weight; both are affine. One scales before it normalises.
 alignment_rule_by_name("transformers", "Conv1D", ("weight", "bias"), linear_in_parameters)
-alignment_rule_by_name("transformers", "RMSNorm", ("weight",), affine_in_parameters)
-alignment_rule_by_name("transformers", "T5LayerNorm", ("weight",), linear_in_parameters)
+alignment_rule_by_name(
+    "transformers", "RMSNorm", ("weight",), affine_in_parameters, partial(is_affine_in_its_weight, is_linear=False)
+)
+alignment_rule_by_name(
+    "transformers", "T5LayerNorm", ("weight",), linear_in_parameters, partial(is_affine_in_its_weight, is_linear=True)
+)

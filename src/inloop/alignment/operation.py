@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from inloop.alignment.black_box import BlackBoxCall, fingerprint, restore_random_state
 from inloop.alignment.call import Autocast, Layout
@@ -46,16 +46,33 @@ class Recipe:
     in_place: bool = False
     random_state: dict[str, Tensor] | None = None
 
-    def compute(self, values: Callable[[Value], Tensor], known: dict[int, Any]) -> Any:
-        """Return the result; ``known`` caches the results of recipes that several others use."""
-        if id(self) not in known:
+    def compute(self, values: Callable[[Value], Tensor]) -> Any:
+        """Return the result."""
+        found: dict[int, Any] = {}
+        for recipe in self._parts_first():
             args, kwargs = tree_map_only(
                 (Value, Recipe),
-                lambda part: values(part) if isinstance(part, Value) else part.compute(values, known),
-                (self.args, self.kwargs),
+                lambda part: values(part) if isinstance(part, Value) else found[id(part)],
+                (recipe.args, recipe.kwargs),
             )
-            known[id(self)] = self._run(args, kwargs)
-        return known[id(self)]
+            found[id(recipe)] = recipe._run(args, kwargs)
+        return found[id(self)]
+
+    def _parts_first(self) -> "list[Recipe]":
+        """Return all recipes within this one, once each, those that others use first, this one last.
+
+        A recipe that several others use, as that of x in x + f(x), must count once: else each residual doubles the work.
+        """
+        order: dict[int, Recipe] = {}
+        waiting = [(self, False)]
+        while waiting:
+            recipe, is_complete = waiting.pop()
+            if is_complete:
+                order.setdefault(id(recipe), recipe)
+            elif id(recipe) not in order:
+                inside = [part for part in tree_leaves((recipe.args, recipe.kwargs)) if isinstance(part, Recipe)]
+                waiting += [(recipe, True), *((part, False) for part in reversed(inside))]
+        return list(order.values())
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.random_state is not None:
@@ -69,12 +86,15 @@ class Recipe:
 
     def map(self, change: Callable[[Any], Any]) -> "Recipe":
         """Return the recipe with ``change`` applied to its values and tensors, also in nested recipes."""
-        args, kwargs = tree_map_only(
-            (Value, Tensor, Recipe),
-            lambda part: part.map(change) if isinstance(part, Recipe) else change(part),
-            (self.args, self.kwargs),
-        )
-        return replace(self, args=args, kwargs=kwargs)
+        found: dict[int, Recipe] = {}
+        for recipe in self._parts_first():
+            args, kwargs = tree_map_only(
+                (Value, Tensor, Recipe),
+                lambda part: found[id(part)] if isinstance(part, Recipe) else change(part),
+                (recipe.args, recipe.kwargs),
+            )
+            found[id(recipe)] = replace(recipe, args=args, kwargs=kwargs)
+        return found[id(self)]
 
     @property
     def name(self) -> str:
@@ -103,7 +123,7 @@ class Operation(nn.Module):
             assert found is not None
             return found
 
-        return self.recipe.compute(value, {})
+        return self.recipe.compute(value)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -314,17 +314,19 @@ def _misfit(
         rows, rows_after = sums.get(axis), sums_after.get(axis)
         if shape != shape_after or rows is None or rows_after is None:
             return 0.0 if rows is None and shape == shape_after else float("inf")
-        if layout is not None and len(rows) % num_examples:  # another call of the same layer
+        if layout is not None and len(rows) % (num_examples * layout.groups):  # another call of the same layer
             return float("inf")
+        if not len(rows):  # an expert that got nothing
+            continue
         far = difference(_by_example(layout, rows, num_examples), _by_example(layout, rows_after, num_examples)).abs()
-        spread = float((rows - rows.mean(dim=0)).abs().max()) if len(rows) else 0.0
+        spread = float((rows - rows.mean(dim=0)).abs().max())
         worst = max(worst, float(far.max()) / (1e-3 * spread + rounding) if far.numel() else 0.0)
     return worst
 
 
 def _by_example(layout: Layout | None, rows: Tensor, num_examples: int) -> Tensor:
     """Group the rows by example, [N, rows of each, 2]."""
-    if layout is None or not len(rows) or len(rows) % (num_examples * layout.groups):
+    if layout is None:
         return rows
     if layout.positions_first:
         return rows.view(-1, num_examples, 2).transpose(0, 1)
@@ -390,7 +392,8 @@ def _outputs(model: nn.Module, part: str, plan: Plan, inputs: Inputs, shared: La
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_nothing, _nothing):
             results = twin.get_submodule(part)(*inputs[0], **inputs[1])
         for index, out in enumerate(tensors_in(results) if not part else ()):
-            _keep_output(seen, (_OUTPUT, index), out, out.requires_grad)
+            if out.is_floating_point() or out.is_complex():  # places of words, say, are whole numbers
+                _keep_output(seen, (_OUTPUT, index), out, out.requires_grad)
     finally:
         watch.leave_model(entirely=True)
         # The hooks refer to the watch, which refers to the twin. Without them all is released at once.

@@ -210,9 +210,15 @@ def alignment_rule(
 _RULES_BY_NAME: list[tuple[str, str, Rule]] = []
 
 
-def alignment_rule_by_name(package: str, suffix: str, parameters: tuple[str, ...], align: AlignFunction) -> None:
+def alignment_rule_by_name(
+    package: str,
+    suffix: str,
+    parameters: tuple[str, ...],
+    align: AlignFunction,
+    when: Callable[[nn.Module], bool] = lambda layer: True,
+) -> None:
     """Register how to align layers whose class name ends in ``suffix``, without importing their package."""
-    _RULES_BY_NAME.append((package, suffix, Rule(align, frozenset(parameters), lambda layer: 1, lambda layer: True)))
+    _RULES_BY_NAME.append((package, suffix, Rule(align, frozenset(parameters), lambda layer: 1, when)))
 
 
 def _named_rule(layer: nn.Module) -> Rule | None:
@@ -220,7 +226,8 @@ def _named_rule(layer: nn.Module) -> Rule | None:
     for package, suffix, rule in _RULES_BY_NAME:
         if kind.__module__.startswith(f"{package}.") and kind.__name__.endswith(suffix):
             owned = {name for name, value in layer._parameters.items() if value is not None}
-            return rule if owned <= rule.parameters and not _has_children_with_parameters(layer) else None
+            known = bool(owned) and owned <= rule.parameters and not _has_children_with_parameters(layer)
+            return rule if known and rule.when(layer) else None
     return None
 
 
