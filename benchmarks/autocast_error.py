@@ -25,7 +25,7 @@ STEPS = 10
 
 
 def rewards(task: Task, direction: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """inloop's rewards, and those of one backward pass for each example through the same graph, [N] each."""
+    """Rewards of inloop, and of one backward pass for each example through the same graph, [N] each."""
     task.model.zero_grad()
     with capture(task.model) as tape:
         with torch.autocast("cpu", torch.bfloat16, enabled=task.mixed):
