@@ -60,7 +60,8 @@ package: $(INSTALLED)  ## wheels and sdists in dist/; the wheels, made from the 
 	cd build/trial && bin/inloop run splits --seeds 1 --epochs 2 && bin/inloop report runs
 	rm -rf build
 
-bench: $(INSTALLED)  ## fails if time or memory of a step has become worse than in results/cost
+bench: $(INSTALLED)  ## fails if time, memory, kernels or waits of a step have become worse than in results/cost
+	$(BIN)/python -m benchmarks.overhead --against results/cost/overhead.json
 	$(BIN)/inloop bench --models mlp,wrn-16-4,gpt-6 --modes gar,gar-interleaved,gar-half --against results/cost/bench.json
 
 $(INSTALLED): pyproject.toml lab/pyproject.toml constraints.txt

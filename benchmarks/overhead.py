@@ -1,8 +1,8 @@
 """What a learner adds to a step besides arithmetic: kernels, waits for the device, and the host's time.
 
-    python -m benchmarks.overhead [--out FILE.json] [--against FILE.json] [--names] [--code FOLDER ...] [--time]
+    python -m benchmarks.overhead [--out FILE.json] [--against FILE.json] [--names] [--code NAME=FOLDER ...] [--time]
 
-Waits are counted on the pretend CUDA device of the tests, in a process of its own; without a compiler they are left out. With ``--code`` the host's
+Kernels and waits are counted on the pretend CUDA device of the tests, in a process of its own; without a compiler, kernels on the CPU. With ``--code`` the host's
 time is also measured with the library of other checkouts, which take turns; ``--names`` prints each kernel.
 """
 
@@ -36,15 +36,14 @@ def in_a_process(module: str, *arguments: str, code: str | None = None) -> Any:
     return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
 
 
-def take_turns(folders: list[str]) -> dict[str, dict[str, float]]:
-    """The host's time with the code of each checkout, "." for this one: medians over turns."""
-    times: dict[str, list[dict[str, float]]] = {folder: [] for folder in (".", *folders)}
+def take_turns(checkouts: dict[str, str]) -> dict[str, dict[str, float]]:
+    """The host's time with the code of each checkout, and of this one, "now": medians over turns."""
+    times: dict[str, list[dict[str, float]]] = {name: [] for name in ("now", *checkouts)}
     for turn in range(TURNS):
-        for folder in sorted(times, reverse=bool(turn % 2)):
-            times[folder].append(in_a_process("benchmarks.overhead", "--time", code=None if folder == "." else folder))
+        for name in sorted(times, reverse=bool(turn % 2)):
+            times[name].append(in_a_process("benchmarks.overhead", "--time", code=checkouts.get(name)))
     return {
-        folder: {name: statistics.median(each[name] for each in own) for name in own[0]}
-        for folder, own in times.items()
+        name: {kind: statistics.median(each[kind] for each in own) for kind in own[0]} for name, own in times.items()
     }
 
 
@@ -53,19 +52,18 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--against", type=Path)
     parser.add_argument("--names", action="store_true")
-    parser.add_argument("--code", nargs="+", default=[], metavar="FOLDER")
+    parser.add_argument("--code", nargs="+", default=[], metavar="NAME=FOLDER")
     parser.add_argument("--time", action="store_true", help="only the host's time")
     options = parser.parse_args()
     if options.time:
         print(json.dumps(host_time()))
         return 0
     found = measure_overhead()
-    waits = None if torch.cuda.is_available() else in_a_process("benchmarks.waits")
-    for row, other in zip(found["models"], waits or [], strict=False):
-        row["host_syncs"] = other["host_syncs"]
+    if not torch.cuda.is_available():
+        found["models"] = in_a_process("benchmarks.waits") or found["models"]
     if options.code:
-        found["took_turns"] = take_turns(options.code)
-        found |= found["took_turns"]["."]
+        found["took_turns"] = take_turns(dict(each.split("=", 1) for each in options.code))
+        found |= found["took_turns"]["now"]
     for row in found["models"]:
         print(json.dumps({**row, "ratio": round(row["kernels"] / row["kernels_plain"], 2)}))
         if options.names:

@@ -9,6 +9,7 @@ from inloop.cli import main
 from inloop.errors import UsageError
 from inloop_lab.bench.memory import peak_bytes
 from inloop_lab.bench.modes import MODES
+from inloop_lab.bench.overhead import find_regressions as find_more_overhead
 from inloop_lab.bench.peers import PEERS
 from inloop_lab.bench.regression import find_regressions
 from inloop_lab.bench.tasks import MODELS, make_task
@@ -79,6 +80,34 @@ def test_the_command_prints_one_json_object(capsys):
     assert (row["model"], row["mode"], row["batch"]) == ("mlp", "gar", 8)
     assert row["memory_ratio"] > 1
     assert len(result["results"]) + len(result["skipped"]) == 2
+    overhead = result["overhead"]
+    assert overhead["host_us_per_call"] > 0
+    for row in overhead["models"]:
+        assert row["kernels_plain"] < row["kernels"] < 3 * row["kernels_plain"]
+        assert "host_syncs" in row
+
+
+def test_more_kernels_and_waits_than_before_are_named():
+    before = {"models": [{"model": "mlp", "told": False, "device": "cuda", "kernels": 37, "host_syncs": 1}]}
+    before |= {"host_us_per_call": 40.0, "host_us_per_step": 400.0}
+    now = json.loads(json.dumps(before))
+    assert find_more_overhead(now, before) == []
+    now["models"][0] |= {"kernels": 38, "host_syncs": 2}
+    now["host_us_per_call"] = 70.0
+    assert find_more_overhead(now, before) == [
+        "mlp: kernels 38, was 37",
+        "mlp: host_syncs 2, was 1",
+        "host_us_per_call: 70, was 40",
+    ]
+    now["models"][0]["device"] = "cpu"  # another device: nothing to compare with
+    assert find_more_overhead(now, before) == ["host_us_per_call: 70, was 40"]
+
+
+def test_a_step_under_autocast_is_measured(capsys):
+    assert main(["bench", "--models", "gpt-1@8+bf16", "--modes", "gar,vmap", "--batch", "2", "--repeats", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "gpt-1@8+bf16" in out
+    assert "vmap is not measured under autocast" in out
 
 
 @pytest.mark.parametrize(

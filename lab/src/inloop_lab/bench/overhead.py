@@ -237,7 +237,15 @@ def measure_model(
     """
     plain, learned = (count_kernels(make_loop(model, given, tells)).total() for given in (None, options))
     waits = None if counted is None else count_synchronisations(make_loop(model, options, tells), counted)
-    return {"model": model, "told": tells, "kernels_plain": plain, "kernels": learned, "host_syncs": waits}
+    device = "cpu" if counted is None else "cuda"
+    return {
+        "model": model,
+        "told": tells,
+        "device": device,
+        "kernels_plain": plain,
+        "kernels": learned,
+        "host_syncs": waits,
+    }
 
 
 def measure_overhead() -> dict[str, Any]:
@@ -254,9 +262,9 @@ HOST_SLACK = 1.5  # times: the host's time differs from machine to machine, and 
 def find_regressions(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
     """A line for each number of :func:`measure_overhead` that has become worse."""
     worse = []
-    then = {(row["model"], row["told"]): row for row in before["models"]}
+    then = {(row["model"], row["told"], row["device"]): row for row in before["models"]}
     for row in now["models"]:
-        old = then.get((row["model"], row["told"]), {})
+        old = then.get((row["model"], row["told"], row["device"]), {})
         for name in ("kernels", "host_syncs"):
             if None not in (row[name], old.get(name)) and row[name] > old[name]:
                 told = ", told logits and labels" if row["told"] else ""

@@ -31,13 +31,13 @@ def _where(row: dict[str, Any]) -> str:
     return "" if device == "cpu" else f" on {device}"
 
 
-def as_json(rows: Sequence[dict[str, Any]]) -> str:
-    """Measured rows under "results", rows with an error under "skipped"."""
-    parts = {
+def as_json(rows: Sequence[dict[str, Any]], overhead: dict[str, Any] | None = None) -> str:
+    """Measured rows under "results", rows with an error under "skipped", and what :func:`measure_overhead` returns under "overhead"."""
+    parts: dict[str, Any] = {
         "results": [row for row in rows if "error" not in row],
         "skipped": [row for row in rows if "error" in row],
     }
-    return json.dumps(parts, indent=1)
+    return json.dumps(parts if overhead is None else parts | {"overhead": overhead}, indent=1)
 
 
 def read_bench(path: Path) -> list[dict[str, Any]]:

@@ -31,7 +31,9 @@ def add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         metavar="FILE.json",
         help="fail if a ratio is worse than in these results, by more than its noise",
     )
-    bench.add_argument("--json", action="store_true", help="print one JSON object")
+    bench.add_argument(
+        "--json", action="store_true", help="print one JSON object; it also has kernels, waits and the host's time"
+    )
     bench.set_defaults(run=_bench)
 
 
@@ -40,6 +42,7 @@ def _bench(options: argparse.Namespace) -> int:
 
     from inloop_lab.bench.devices import refuse_unavailable_device
     from inloop_lab.bench.measure import measure
+    from inloop_lab.bench.overhead import measure_overhead
     from inloop_lab.bench.regression import find_regressions
     from inloop_lab.bench.show import as_json, describe, print_bench, read_bench, write_bench, write_bench_figure
     from inloop_lab.bench.tasks import refuse_unknown_model
@@ -66,7 +69,7 @@ def _bench(options: argparse.Namespace) -> int:
     if options.figure is not None:
         write_bench_figure(rows, options.figure)
     if options.json:
-        print(as_json(rows))
+        print(as_json(rows, measure_overhead()))
     else:
         print_bench(rows, Console())
     worse = find_regressions(rows, before)
