@@ -246,3 +246,42 @@ def test_losses_that_nothing_recorded_enters_are_no_success():
 def test_models_that_cannot_be_checked(model, message):
     with pytest.raises(UsageError, match=message):
         inloop.check(model, torch.zeros(4, 2), classify)
+
+
+class Graphs(nn.Module):
+    """Mean of the nodes of each graph; the nodes of all graphs are on one axis."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, nodes, graph_of_node):
+        sums = torch.zeros(int(graph_of_node.max()) + 1, 4, dtype=nodes.dtype).index_add(0, graph_of_node, nodes)
+        return self.layer(sums)
+
+
+def test_a_batch_that_cannot_be_cut_is_refused_with_the_fix():
+    graph_of_node = torch.tensor([0, 0, 1, 2, 2, 2, 3, 4, 5])
+    batch = torch.randn(9, 4), graph_of_node, torch.arange(6) % 3
+
+    def losses(model, batch):
+        nodes, graph_of_node, labels = batch
+        return F.cross_entropy(model(nodes, graph_of_node), labels, reduction="none")
+
+    with pytest.raises(UsageError, match="works with 6 examples, and not with the first 4 .* Fix: num_examples=6"):
+        inloop.check(Graphs(), batch, losses)
+    assert inloop.check(Graphs(), batch, losses, num_examples=6).ok
+
+
+def test_losses_may_need_gradients_themselves():
+    model, (x, y), _ = small(nn.Linear(8, 3))
+
+    def with_a_gradient(model, batch):
+        x, y = batch
+        x = x.clone().requires_grad_(True)
+        (slope,) = torch.autograd.grad(model(x).square().sum(), x)
+        return F.cross_entropy(model(x), y, reduction="none") * (1 + slope.detach().square().sum(1))
+
+    report = inloop.check(model, (x, y), with_a_gradient)
+    assert not report.ok  # the gradient of another scalar reached the recorded layers, too
+    assert "its gradient has the norm" in report.problems[0]

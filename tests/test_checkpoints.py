@@ -154,3 +154,9 @@ def test_a_signed_file_without_a_state_is_refused(tmp_path, content):
     (tmp_path / "step-00000001.pt").write_bytes(f"inloop checkpoint 1 {digest}\n".encode() + content)
     with pytest.raises(CheckpointError, match=r"step-00000001.pt"):
         Checkpoints(tmp_path).load()
+
+
+def test_a_file_is_no_folder(tmp_path):
+    (tmp_path / "model.pt").write_text("")
+    with pytest.raises(UsageError, match=r"model\.pt is a file; a folder is needed"):
+        Checkpoints(tmp_path / "model.pt")

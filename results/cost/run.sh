@@ -13,7 +13,12 @@ bench --models wrn-16-4-gn --modes $ours,vmap,opacus,jvp,backpack,metagradient -
 bench --models wrn-28-10 --modes metagradient --repeats 2
 bench --models wrn-28-10-gn --modes gar,gar-recompute,vmap,opacus,jvp --repeats 2
 bench --models wrn-16-4,vit-tiny,gpt-6 --modes metagradient-unrolled,higher,torchopt --repeats 2
+bench --models gpt-6+bf16,vit-tiny+bf16,wrn-16-4+bf16 --modes gar,gar-interleaved --repeats 6
+MALLOC_TRIM_THRESHOLD_=8000000000 MALLOC_MMAP_THRESHOLD_=8000000000 \
+    inloop bench --out results/cost/untrimmed.json --models gpt-6 --modes gar,gar-interleaved --repeats 8
 bench --models mlp --modes gar --figure results/cost/bench.svg >/dev/null
+python -m benchmarks.overhead --out results/cost/overhead.json  # with --code ad9eb04=FOLDER: a checkout of that commit
+python -m benchmarks.autocast_error
 python -m benchmarks.scaling --repeats 4
 python -m benchmarks.half_error
 python -m benchmarks.checkpointing --repeats 4

@@ -11,6 +11,7 @@ from inloop_lab.page_block import with_block
 COMMAND = "python results/cost/table.py"
 HERE = Path(__file__).parent
 PROJECT = HERE.parent.parent
+MIXED = ("gpt-6+bf16", "vit-tiny+bf16", "wrn-16-4+bf16")
 MODELS = ("wrn-16-4", "wrn-28-10", "wrn-16-4-gn", "wrn-28-10-gn", "vit-tiny", "gpt-6", "mlp")
 OURS = ("gar", "gar-interleaved", "gar-part", "gar-trail", "gar-half", "gar-recompute")
 OTHERS = ("metagradient", "metagradient-unrolled", "higher", "torchopt", "vmap", "jvp", "opacus", "backpack")
@@ -39,9 +40,78 @@ def table(rows: dict[tuple[str, str], dict], modes: tuple[str, ...]) -> str:
     return "\n".join(lines)
 
 
+def under_autocast() -> str:
+    """Time and memory in bfloat16, beside float32, and how exact rewards are there."""
+    rows, _ = read("bench.json")
+    errors = {row["model"]: row for row in json.loads((HERE / "autocast_error.json").read_text())["results"]}
+    lines = []
+    for model in MIXED:
+        plain = model.removesuffix("+bf16")
+        found = errors.get(plain) or errors[f"{plain}-gn"]
+        lines.append(
+            f"| {plain} | {cell(rows.get((plain, 'gar')))} | {cell(rows.get((model, 'gar')))} | {cell(rows.get((model, 'gar-interleaved')))} | "
+            f"{found['inloop_median']:.4f} ({found['inloop_largest']:.4f}) | {found['brute_force_median']:.4f} ({found['brute_force_largest']:.4f}) |"
+        )
+    note = (
+        "Time / memory as ratios to plain training under the same autocast (`inloop bench --models gpt-6+bf16`). Errors of rewards under autocast against float32, as shares of the rewards' standard "
+        "deviation within a batch, median (largest), of inloop and of one backward pass for each example under the same autocast (`python -m benchmarks.autocast_error`; the residual network has "
+        "GroupNorm there)."
+    )
+    heads = "| model | float32, `gar` | bfloat16, `gar` | bfloat16, `gar-interleaved` | error of inloop | error of brute force |"
+    return "\n".join([note, "", heads, "|---|---|---|---|---|---|", *lines])
+
+
+def overhead() -> str:
+    """Kernels, waits and the host's time."""
+    found = json.loads((HERE / "overhead.json").read_text())
+    lines = [
+        f"| {row['model']} | {'yes' if row['told'] else 'no'} | {row['kernels_plain']} | {row['kernels']} ({row['kernels'] / row['kernels_plain']:.2f}) | {row['host_syncs']} |"
+        for row in found["models"]
+    ]
+    times = [
+        f"| {'now' if name == 'now' else f'before ({name})'} | {own['host_us_per_call']:.0f} | {own['host_us_per_step']:.0f} |"
+        for name, own in found["took_turns"].items()
+    ]
+    note = (
+        "A step without and with a learner that knows its AdamW, told logits and labels or not, on the pretend device (`python -m benchmarks.overhead`). *Kernels*: torch operations that compute, of "
+        "forward, backward and `learner.step`. *Waits*: how often the learner makes the host wait for the device."
+    )
+    below = "The host's time that a learner adds, in microseconds, one thread, medians of 200 steps, now and before it was made fast, alternated:"
+    return "\n".join(
+        [
+            note,
+            "",
+            "| model | told logits | kernels of a plain step | with a learner | waits |",
+            "|---|---|---|---|---|",
+            *lines,
+            "",
+            below,
+            "",
+            "| code | for each layer call | for the step beside them |",
+            "|---|---|---|",
+            *times,
+        ]
+    )
+
+
+def without_trimming() -> str:
+    """Interleaving while the allocator keeps freed memory."""
+    rows, _ = read("bench.json")
+    kept, _ = read("untrimmed.json")
+    lines = [
+        f"| `{mode}` | {cell(rows.get(('gpt-6', mode)))} | {cell(kept.get(('gpt-6', mode)))} |"
+        for mode in ("gar", "gar-interleaved")
+    ]
+    note = (
+        "gpt-6, as it is, and with `MALLOC_TRIM_THRESHOLD_` and `MALLOC_MMAP_THRESHOLD_` at 8000000000. With interleaving the tape is freed and filled again every second step. The C library gives its memory "
+        "back to the system in between, and 39,000 page faults a step are the price; on a GPU torch keeps what is freed."
+    )
+    return "\n".join([note, "", "| time / memory | as it is | freed memory kept |", "|---|---|---|", *lines])
+
+
 def spread(rows: dict[tuple[str, str], dict]) -> str:
     lines = ["| model | mode | time: median (quartiles) | repeats | seconds | peak MB |", "|---|---|---|---|---|---|"]
-    for (model, mode), row in sorted(rows.items(), key=lambda item: MODELS.index(item[0][0])):
+    for (model, mode), row in sorted(rows.items(), key=lambda item: (*MODELS, *MIXED).index(item[0][0])):
         low, high = row["time_ratio_quartiles"]
         lines.append(
             f"| {model} | {mode} | {row['time_ratio']:.2f} ({low:.2f} to {high:.2f}) | {row['repeats']} | "
@@ -180,6 +250,9 @@ def in_full() -> str:
         "How many times less time `gar` adds than `metagradient`": added_time(rows),
         "Spread": spread(rows),
         'What `retain="half"` does to rewards': half_error(),
+        "Under autocast in bfloat16": under_autocast(),
+        "Kernels, waits and the host's time": overhead(),
+        "Interleaving and the allocator": without_trimming(),
         "Scaling of `gar`": scaling(),
         "Activation checkpointing": checkpointing(),
         "A few layers for all": layer_subsets(),
@@ -201,7 +274,13 @@ def pages() -> dict[Path, str]:
     pages = {path: with_block(path.read_text(), COMMAND, content) for path, content in contents.items()}
     cost = PROJECT / "docs" / "cost.md"
     with_layers = with_block(pages[cost], f"{COMMAND} layers", layer_subsets())
-    return pages | {cost: with_block(with_layers, f"{COMMAND} first", first_step())}
+    with_first = with_block(with_layers, f"{COMMAND} first", first_step())
+    gpu = PROJECT / "docs" / "gpu.md"
+    with_overhead = with_block(gpu.read_text(), f"{COMMAND} overhead", overhead())
+    return pages | {
+        cost: with_block(with_first, f"{COMMAND} autocast", under_autocast()),
+        gpu: with_overhead,
+    }
 
 
 if __name__ == "__main__":

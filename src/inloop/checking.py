@@ -134,9 +134,7 @@ def check(
             "The model computes something in less than float64, whatever its inputs; compared in its own precision."
         )
     except (RuntimeError, TypeError) as error:
-        warnings.append(
-            f"The model does not run in float64 ({str(error).splitlines()[0]}); compared in its own precision."
-        )
+        warnings.append(f"The model does not run in float64 ({_first_line(error)}); compared in its own precision.")
     as_it_is = _compared(copy.deepcopy(replica), few, losses, options)
     return replace(as_it_is, num_examples=num_examples, warnings=warnings + as_it_is.warnings)
 
@@ -158,14 +156,13 @@ def _compared(model: nn.Module, batch: Any, losses: Losses, options: dict[str, A
     return Check(rows, 0, str(dtype).removeprefix("torch."), interact, problems, [] if problems else _warnings(rows))
 
 
-@torch.no_grad()
 def _interact(model: nn.Module, batch: Any, losses: Losses) -> bool:
     """Whether losses of examples change when others are replaced."""
 
     def losses_with(batch: Any) -> Tensor:
         with untouched_generators():
             torch.manual_seed(0)
-            return losses(copy.deepcopy(model), batch).double()
+            return losses(copy.deepcopy(model), batch).detach().double()
 
     before_N = losses_with(batch)
     is_replaced_N = torch.arange(len(before_N), device="cpu") < len(before_N) // 2
@@ -179,7 +176,7 @@ def _interact(model: nn.Module, batch: Any, losses: Losses) -> bool:
 
 def _first(model: nn.Module, batch: Any, losses: Losses, num_examples: int) -> tuple[Any, int]:
     """The first examples of the batch, and their number."""
-    with torch.no_grad(), untouched_generators():
+    with untouched_generators():  # with gradients: a loss may need them itself
         values = losses(copy.deepcopy(model), batch)
     if not isinstance(values, Tensor) or values.dim() != 1:
         got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
@@ -192,8 +189,25 @@ def _first(model: nn.Module, batch: Any, losses: Losses, num_examples: int) -> t
         raise UsageError("The batch has one example; at least 2 are needed.")
     if any(has_several_rows(tensor, count) for tensor in tensors_of(batch)):
         return batch, count  # which rows are those of the first examples is not known yet
+    if count <= num_examples:
+        return batch, count
     few = tree_map_only(Tensor, lambda t: t[:num_examples] if t.dim() and len(t) == count else t, batch)
-    return few, min(num_examples, count)
+    try:
+        with untouched_generators():
+            num_losses = len(losses(copy.deepcopy(model), few))
+        problem = "" if num_losses == num_examples else f"there were {num_losses} losses"
+    except Exception as error:  # anything, as the loss is the user's
+        problem = f"{type(error).__name__}: {_first_line(error)}"
+    if problem:
+        raise UsageError(
+            f"losses(model, batch) works with {count} examples, and not with the first {num_examples} ({problem}), since the batch cannot be cut by its tensors' "
+            f"first axes. Fix: num_examples={count}, or a smaller batch."
+        )
+    return few, num_examples
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "")
 
 
 def _in_float64(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
@@ -225,7 +239,7 @@ class _LowPrecision(TorchDispatchMode):
 def _leaves_float64(model: nn.Module, batch: Any, losses: Losses) -> bool:
     """Whether a model in float64 computes something in less: norms and scans of some models are always in float32."""
     watch = _LowPrecision()  # type: ignore[no-untyped-call]
-    with torch.no_grad(), untouched_generators(), watch:
+    with untouched_generators(), watch:
         losses(copy.deepcopy(model), batch)
     return bool(watch.seen)
 

@@ -45,6 +45,8 @@ class Checkpoints:
         if keep < 1:
             raise UsageError(f"keep={keep}: allowed are whole numbers from 1; with 2 there is one to go back to.")
         self.folder = Path(folder)
+        if self.folder.is_file():
+            raise UsageError(f"{folder} is a file; a folder is needed, which may be missing yet.")
         self.keep = keep
 
     def steps(self) -> list[int]:

@@ -167,6 +167,16 @@ def test_rows_that_are_not_the_examples_in_order_are_refused(case, retain):
         rewards_and_oracle(model.double(), *inputs, retain=retain)
 
 
+def test_an_operation_is_named_by_its_parameter():
+    def similarities(m, x):
+        features = m.first(x)
+        return (features @ features.T) * m.scale
+
+    model = Model(similarities, first=linear(D, D), scale=nn.Parameter(torch.ones(())))
+    with pytest.raises(InloopError, match="other rows of parameter 'scale' in the operation 'mul', of shape"):
+        rewards_and_oracle(model.double(), torch.randn(N, D).double())
+
+
 def test_a_head_that_starts_at_zero():
     model = Model(folded, first=linear(D, D), head=linear(D, 3))
     nn.init.zeros_(model.head.weight)

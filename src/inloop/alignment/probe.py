@@ -11,6 +11,7 @@ belong to a few examples in a way that only their gradients show: brute force de
 too, the model is refused. If the model cannot run so, the first axis is assumed, with a warning; other checks remain.
 """
 
+import ast
 import logging
 import random
 import weakref
@@ -191,12 +192,12 @@ _REASONS = """Fix: see which of the usual reasons it is.
 Or leave the layer out with layers=."""
 
 
-def _named(key: str | tuple[str, ...]) -> str:
-    """Name a layer, or an operation by its parameters."""
-    if isinstance(key, str):
-        return f"'{key}'"
-    *parameters, operation = key
-    return f"{', '.join(map(repr, parameters))} {operation}"
+def _named(key: str) -> str:
+    """Name a layer, the output of the model, or an operation with its parameters, whose key is the text of a tuple."""
+    if key == _OUTPUT or not key.startswith("("):
+        return key if key == _OUTPUT else f"'{key}'"
+    *parameters, operation = ast.literal_eval(key)
+    return f"parameter '{', '.join(parameters)}' {operation}"
 
 
 def _differ(inputs: Inputs, others: Inputs) -> bool:
