@@ -7,7 +7,7 @@ import argparse
 import os
 from pathlib import Path
 
-COMMANDS = ("check", "report", "run splits", "run augment", "bench")
+COMMANDS = ("check", "report", "run splits", "run augment", "run mixture", "bench")
 HEAD = """# The command line
 
 In a clone, `pip install -e ".[cli]"` installs what `inloop check` and `inloop report` need; `inloop run` and `inloop bench` are part of the lab, which

@@ -3,6 +3,7 @@
 import argparse
 
 from inloop_lab.commands.augment import add_augment
+from inloop_lab.commands.mixture import add_mixture
 from inloop_lab.commands.splits import add_splits
 
 
@@ -10,3 +11,4 @@ def add_run(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     run = commands.add_parser("run", help="run an experiment").add_subparsers(required=True, metavar="EXPERIMENT")
     add_splits(run)
     add_augment(run)
+    add_mixture(run)
