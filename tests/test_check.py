@@ -285,3 +285,20 @@ def test_losses_may_need_gradients_themselves():
     report = inloop.check(model, (x, y), with_a_gradient)
     assert not report.ok  # the gradient of another scalar reached the recorded layers, too
     assert "its gradient has the norm" in report.problems[0]
+
+
+def test_losses_that_cannot_be_checked():
+    model, (x, y), losses = small(nn.Linear(8, 3))
+    with pytest.raises(UsageError, match="without a gradient"):
+        inloop.check(model, (x, y), lambda model, batch: losses(model, batch).detach())
+    with pytest.raises(UsageError, match="a function losses"):
+        inloop.check(model, losses, (x, y))
+    with pytest.raises(UsageError, match="has no example"):
+        inloop.check(model, (x[:0], y[:0]), losses)
+
+
+def test_numbers_that_are_none_are_said_to_be():
+    model, (x, y), losses = small(nn.Linear(8, 3))
+    report = inloop.check(model, (x * float("nan"), y), losses)
+    assert not report.ok
+    assert "nan or infinite numbers" in report.problems[0]

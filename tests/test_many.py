@@ -59,3 +59,7 @@ def test_tensors_of_several_kinds_stay_apart(mixed):
 
 def test_joined_keeps_the_order_of_rows():
     assert joined([torch.arange(4).view(2, 2).t(), torch.tensor(7)]).tolist() == [0, 2, 1, 3, 7]
+
+
+def test_sparse_tensors_are_not_put_into_one():
+    assert not are_small([torch.eye(3).to_sparse()] * 2)

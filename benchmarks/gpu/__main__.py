@@ -72,7 +72,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         findings = run(options.only or list(SECTIONS), options.quick, options.out)
     print_table(findings)
     wrong = sum(finding.verdict == "WRONG" for finding in findings)
-    print(f"{wrong} of {len(findings)} WRONG." if wrong else "Nothing is wrong.")
+    skipped = sum(finding.verdict == "skipped" for finding in findings)
+    print(
+        (f"{wrong} of {len(findings)} WRONG." if wrong else "Nothing is wrong.")
+        + (f" {skipped} skipped." if skipped else "")
+    )
     print(f"Please send us {options.out}: it has versions, the names of GPUs, these results, and nothing else.")
     return 0 if is_well(findings) else 1
 

@@ -112,6 +112,10 @@ def check(
         raise UsageError(f"model is a {type(model).__name__}; a torch.nn.Module is needed.")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError("The model has no parameter that can be trained. Fix: requires_grad_(True) on those that are.")
+    if not callable(losses):
+        raise UsageError(
+            f"losses is a {type(losses).__name__}; a function losses(model, batch) is needed. The batch comes before it."
+        )
     if num_examples < 2:
         raise UsageError(f"num_examples={num_examples}: at least 2 are needed.")
     warnings: list[str] = []
@@ -184,9 +188,13 @@ def _first(model: nn.Module, batch: Any, losses: Losses, num_examples: int) -> t
             f"losses(model, batch) gave {got}; one loss for each example, a tensor of shape [N], is needed. Fix: reduction='none', and a "
             "mean or sum over an example's other axes (tokens)."
         )
+    if not values.requires_grad:
+        raise UsageError(
+            f"losses(model, batch) gave losses of type {values.dtype} without a gradient. Fix: do not detach them or switch gradients off, and let them call the model."
+        )
     count = len(values)
     if count < 2:
-        raise UsageError("The batch has one example; at least 2 are needed.")
+        raise UsageError(f"The batch has {'one example' if count else 'no example'}; at least 2 are needed.")
     if any(has_several_rows(tensor, count) for tensor in tensors_of(batch)):
         return batch, count  # which rows are those of the first examples is not known yet
     if count <= num_examples:

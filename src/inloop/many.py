@@ -32,8 +32,8 @@ def are_small(tensors: Sequence[object]) -> TypeGuard[Column]:
     if len(tensors) < 2 or not all([type(tensor) is Tensor for tensor in tensors]):
         return False
     found = cast(Column, tensors)
-    kinds = {(tensor.dtype, tensor.is_cpu) for tensor in found}
-    return kinds == {(found[0].dtype, True)} and sum([tensor.numel() for tensor in found]) <= _SMALL
+    kinds = {(tensor.dtype, tensor.is_cpu, tensor.layout) for tensor in found}
+    return kinds == {(found[0].dtype, True, torch.strided)} and sum([tensor.numel() for tensor in found]) <= _SMALL
 
 
 def joined(tensors: Column) -> Tensor:

@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -172,3 +173,22 @@ def test_an_input_that_changes_between_two_layers_is_cast_again():
 def test_float16_keeps_no_gradients_of_examples():
     tape, _ = under_autocast(Attention(), torch.randn(6, 16, 8), torch.float16)
     assert not any(isinstance(call, ExampleGradients) for call in tape.calls)
+
+
+def test_a_buffer_that_numpy_fills_again_is_cast_again():
+    buffer = np.zeros((4, 3), np.float32)
+    x, model = torch.from_numpy(buffer), nn.Linear(3, 2)
+    tapes = []
+    for value in (1.0, 2.0):
+        buffer[:] = value
+        tapes.append(under_autocast(model, x)[0])
+    assert [float(tape.calls[0].args[0].mean()) for tape in tapes] == [1.0, 2.0]
+
+
+def test_an_input_of_inference_mode_is_cast():
+    with torch.inference_mode():
+        x = torch.randn(4, 3)
+    model = nn.Linear(3, 2)
+    direction = random_direction(model)
+    tape, losses_N = under_autocast(model, x)
+    assert relative_error(tape.align(direction), align_by_loss(model, losses_N, direction)) < BFLOAT16

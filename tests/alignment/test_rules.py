@@ -130,6 +130,41 @@ def test_a_norm_that_is_known_by_its_name_has_a_rule_only_if_it_is_affine():
         assert_exact(nn.Sequential(nn.Linear(5, 5), make(), nn.Linear(5, 2)).double(), x(5))
 
 
+class LimitedRMSNorm(OurRMSNorm):
+    __module__ = "transformers.models.ours"
+
+    def forward(self, batch):
+        return self.normalized(batch) * self.weight.clamp(max=10)
+
+
+class ScalesPositionsFirstRMSNorm(OurRMSNorm):
+    __module__ = "transformers.models.ours"
+
+    def forward(self, batch):
+        return self.normalized(batch * self.weight) if batch.dim() > 2 else super().forward(batch)
+
+
+@pytest.mark.parametrize("make", [LimitedRMSNorm, ScalesPositionsFirstRMSNorm])
+def test_a_norm_that_is_affine_for_some_numbers_only_is_run_again(make):
+    assert rule_names(make()) != {"": "affine_in_parameters"}
+    model = nn.Sequential(nn.Linear(5, 5), make(), nn.Linear(5, 2)).double()
+    assert_exact(model, torch.randn(5, 3, 5, dtype=torch.float64))
+
+
+class DropsRMSNorm(OurRMSNorm):
+    __module__ = "transformers.models.ours"
+
+    def forward(self, batch):
+        return nn.functional.dropout(super().forward(batch), 0.5)
+
+
+def test_trying_a_norm_leaves_the_generators_alone():
+    model = DropsRMSNorm()
+    before = torch.get_rng_state()
+    rule_names(model)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_a_norm_that_cannot_be_tried_is_run_again():
     assert rule_names(NeedsAGateRMSNorm()) != {"": "affine_in_parameters"}
     assert_exact(NeedsAGateRMSNorm().double(), x(5), x(5))

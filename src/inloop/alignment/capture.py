@@ -32,7 +32,8 @@ class Recording:
         reduction: How the back-propagated loss reduces over examples, "mean" or "sum".
         layers: Which layers count: names (each with all below it) or a predicate on (name, module); None for all.
         batchnorm_affine: Whether BatchNorm's own weight and bias count (the paper's authors left them out).
-        copy_inputs: Keep copies of the layers' inputs, in case code that torch cannot see writes into them.
+        copy_inputs: Keep copies of the layers' inputs, in case code that torch cannot see writes into them: a buffer of batches that NumPy or
+            another process fills again, or ``.data``. Without copies such a step is rewarded wrongly, and nothing notices.
         retain: How to keep recorded tensors: "exact"; "half", in half the memory, as float16 with a scale for each
             tensor (a number loses up to 2**-11 of itself); or "recompute": keep only the model's input and a copy of
             its parameters, and run the step again to align (exact, little memory, about one more forward and backward).

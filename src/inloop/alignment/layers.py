@@ -147,7 +147,7 @@ def _channels_and_space(layer: nn.Module) -> int:
     return 1 + len(cast(nn.Conv2d, layer).kernel_size)
 
 
-@alignment_rule(nn.Linear, per_example=LINEAR, separable=True, multiplies=True)
+@alignment_rule(nn.Linear, per_example=LINEAR, separable=True, casts_input=True)
 def align_linear(call: LayerCall, direction: Mapping[str, Tensor]) -> Tensor | Dot:
     """Return ``<dout_i, x_i gᵀ>`` or, for a layer that widens, ``<dout_i g, x_i>``, whose product is smaller."""
     layer, dout = cast(nn.Linear, call.layer), call.dout
@@ -178,7 +178,7 @@ alignment_rule(
     example_dims=_channels_and_space,
     per_example=CONVOLUTION,
     separable=True,
-    multiplies=True,
+    casts_input=True,
 )(linear_in_parameters)
 alignment_rule(
     nn.ConvTranspose1d,
@@ -186,7 +186,7 @@ alignment_rule(
     nn.ConvTranspose3d,
     example_dims=_channels_and_space,
     separable=True,
-    multiplies=True,
+    casts_input=True,
 )(linear_in_parameters)
 
 # Batch statistics are those of step t: recomputed from the recorded input, or the running ones in eval mode.

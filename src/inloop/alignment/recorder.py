@@ -204,6 +204,7 @@ class Recorder:
         self.stop()
         self._parts.clear()
         self._pass_of_batch.clear()
+        self.casts = Casts()
         if self._not_followed:
             self._follow_gradients()
         one_pass = self.early is not None and self.early.state == "on"
@@ -413,8 +414,10 @@ class AfterForward(_LayerHook):
         if tape.first_parameters is not None and not any([t.grad_fn is not None for t in tensors_in(inputs)]):
             tape.first_parameters += [p for p in module.parameters() if p.requires_grad]
         autocast = Autocast.current(output.device.type)
-        casts = autocast.enabled and rule.multiplies and output.dtype is autocast.dtype
-        args = (recorder.casts.cast(args, autocast.dtype) if casts else None) or detached(args, recorder.copy_inputs)
+        casts = autocast.enabled and rule.casts_input and output.dtype is autocast.dtype
+        args = (recorder.casts.cast(args, autocast.dtype, tape.batch) if casts else None) or detached(
+            args, recorder.copy_inputs
+        )
         kwargs = detached(kwargs, recorder.copy_inputs) if kwargs else {}
         return LayerCall(
             name=self.site.name,

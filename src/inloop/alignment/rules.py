@@ -146,7 +146,7 @@ class Rule:
         keeps_parameters: Whether ``call.layer`` has the parameters of step t; else it has shapes without values.
         per_example: How to form per-example gradients, where they are smaller than x and dout; None for never.
         separable: Whether row i of the output depends on row i of the one input alone: then a call can run in parts.
-        multiplies: Whether autocast runs it in its lower precision, so that the input can be kept in that.
+        casts_input: Whether autocast runs it in its lower precision, so that the input can be kept in that.
     """
 
     align: AlignFunction
@@ -156,7 +156,7 @@ class Rule:
     keeps_parameters: bool = False
     per_example: PerExample | None = None
     separable: bool = False
-    multiplies: bool = False
+    casts_input: bool = False
 
 
 _RULES: dict[type[nn.Module], Rule] = {}
@@ -170,7 +170,7 @@ def alignment_rule(
     keeps_parameters: bool = False,
     per_example: PerExample | None = None,
     separable: bool = False,
-    multiplies: bool = False,
+    casts_input: bool = False,
 ) -> Callable[[AlignFunction], AlignFunction]:
     """Register how to align layers of these types. Use it as a decorator or on a ready-made function.
 
@@ -182,7 +182,7 @@ def alignment_rule(
             ``call.layer``. By the time a direction is known, the optimizer has changed the layer's own.
         per_example: How to form per-example gradients, for calls where they are smaller than x and dout.
         separable: Whether row i of the output depends on row i of the one input alone (not so for BatchNorm).
-        multiplies: Whether autocast runs the layer in its lower precision, so that the input can be kept in that.
+        casts_input: Whether autocast runs the layer in its lower precision, so that the input can be kept in that.
 
     Example:
         A layer that is linear in its parameters needs no code of its own:
@@ -200,7 +200,7 @@ def alignment_rule(
         dims = example_dims if callable(example_dims) else lambda layer: example_dims
         for layer_type in layer_types:
             _RULES[layer_type] = Rule(
-                function, frozenset(parameters), dims, when, keeps_parameters, per_example, separable, multiplies
+                function, frozenset(parameters), dims, when, keeps_parameters, per_example, separable, casts_input
             )
         return function
 

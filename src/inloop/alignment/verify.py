@@ -5,6 +5,7 @@ every use of the parameter in the loss went through a recorded layer call, with 
 see *which* example a row belongs to, nor whether the loss was a mean or a sum.
 """
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
@@ -175,6 +176,7 @@ _CAUSES = """Fix: see which of the usual reasons it is.
 If none of them is it, inloop.check(model, batch, losses) compares every parameter with brute force."""
 _UNUSED = """No recorded layer used it. Fix: see which of the usual reasons it is.
   - it is used outside of the model's forward pass, in a method or in the loss: use it in forward, and call the model itself
+  - it is used in a custom autograd function, or in torch.func: use it by plain torch functions
   - its module is not called, only its weight is used: call the module
   - it is used within a reentrant checkpoint: torch.utils.checkpoint.checkpoint(..., use_reentrant=False)
   - a layer was exchanged after recording began: make the learner, or the recording, for the model as it is now
@@ -197,7 +199,9 @@ def _is_added_in_bfloat16(calls: Sequence[Kept], name: str) -> bool:
 
 
 def _what_is_wrong(name: str, total: float, norm: float, added_in_bfloat16: bool) -> str:
-    if added_in_bfloat16 and abs(total) > norm:
+    if not math.isfinite(norm):
+        cause = "Fix: see whether the data, the loss or the parameters hold nan or infinite numbers."
+    elif added_in_bfloat16 and abs(total) > norm:
         cause = _ADDED_IN_BFLOAT16
     elif total == 0.0:
         cause = _UNUSED

@@ -269,5 +269,5 @@ def find_regressions(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
             if None not in (row[name], old.get(name)) and row[name] > old[name]:
                 told = ", told logits and labels" if row["told"] else ""
                 worse.append(f"{row['model']}{told}: {name} {row[name]}, was {old[name]}")
-    slower = [name for name in HOST_TIMES if now[name] > HOST_SLACK * before[name]]
+    slower = [name for name in HOST_TIMES if now[name] > HOST_SLACK * before[name] > 0]
     return worse + [f"{name}: {now[name]:.0f}, was {before[name]:.0f}" for name in slower]
