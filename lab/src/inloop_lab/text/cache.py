@@ -1,4 +1,4 @@
-"""The tokens of a domain in a file, written once, and read by memory mapping afterwards: they may be larger than memory."""
+"""The tokens of a domain in a file, written once, and read row by row afterwards: they may be larger than memory."""
 
 import array
 import hashlib
@@ -14,11 +14,26 @@ from inloop_lab.text.documents import documents, files_of
 from inloop_lab.text.tokens import Tokenizer, smallest_type
 
 
+class TokenFile:
+    """The numbers in a file, read slice by slice. It is not mapped: of pages that are read here and there the system would keep many."""
+
+    def __init__(self, path: Path, dtype: "np.dtype[Any]") -> None:
+        self.path, self.dtype = path, dtype
+        self.size = path.stat().st_size // dtype.itemsize
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, part: slice) -> "np.ndarray[Any, Any]":
+        start, end, _ = part.indices(self.size)
+        return np.fromfile(self.path, self.dtype, count=max(0, end - start), offset=start * self.dtype.itemsize)
+
+
 class Tokens:
     """The tokens of a domain, one document after the other.
 
     Attributes:
-        values: All tokens, mapped from the file.
+        values: All tokens; a slice of them is an array.
         ends: Where each document ends in them.
         digest: Of the files they were made of, and of the tokenizer.
     """
@@ -46,7 +61,7 @@ def tokens_of(
     if not ends.exists():  # it is written last
         _write(domain, tokenizer, tokens, ends, progress)
     return Tokens(
-        np.memmap(tokens, dtype=smallest_type(tokenizer.size), mode="r"),
+        TokenFile(tokens, smallest_type(tokenizer.size)),
         np.fromfile(ends, dtype=np.int64),
         digest,
     )
