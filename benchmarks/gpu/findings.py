@@ -4,7 +4,7 @@ import getpass
 import math
 import re
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -45,6 +45,19 @@ def _is_finite(value: Any) -> bool:
 
 def judged(right: bool) -> Verdict:
     return "ok" if right else "WRONG"
+
+
+def worst_of(section: str, case: str, errors: Mapping[str, float], tolerance: float, remark: str = "") -> Finding:
+    """The finding that the largest error of some models is allowed, or not."""
+    worst = max(errors, key=lambda model: errors[model])
+    return Finding(
+        section,
+        case,
+        f"error {errors[worst]:.1e} ({worst}){remark}",
+        f"error {tolerance:.0e}",
+        judged(errors[worst] <= tolerance),
+        {f"error of {model}": error for model, error in errors.items()},
+    )
 
 
 def failed(section: str, case: str, error: Exception) -> Finding:

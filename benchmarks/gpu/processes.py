@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
-from benchmarks.gpu.findings import Finding, attempt, judged, naming, skipped
+from benchmarks.gpu.findings import Finding, attempt, naming, skipped, worst_of
 from benchmarks.gpu.precisions import EXACT
 from benchmarks.gpu.problems import EXAMPLES, PROBLEMS
 from benchmarks.gpu.training import STEPS, Training, error_of
@@ -65,15 +65,7 @@ def look(device: str, backend: str, wrapper: str, problems: Sequence[str] = MODE
             parts = [torch.load(file_of(folder, problem, rank)) for rank in range(PROCESSES)]
             alone = train(Training(PROBLEMS[problem], device), slice(None))
             errors[problem] = error_of(torch.cat(parts, dim=1), alone)
-    worst = max(errors, key=lambda problem: errors[problem])
-    return Finding(
-        SECTION,
-        wrapper,
-        f"error {errors[worst]:.1e} ({worst}), {PROCESSES} processes over {backend}",
-        f"error {EXACT.tolerance:.0e}",
-        judged(errors[worst] <= EXACT.tolerance),
-        {f"error of {problem}": error for problem, error in errors.items()},
-    )
+    return worst_of(SECTION, wrapper, errors, EXACT.tolerance, f", {PROCESSES} processes over {backend}")
 
 
 def train(training: Training, part: slice) -> Tensor:

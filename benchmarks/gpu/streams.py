@@ -7,7 +7,7 @@ another stream reads what is not there yet.
 from collections.abc import Callable, Iterator
 
 import torch
-from benchmarks.gpu.findings import Finding, attempt, judged, naming
+from benchmarks.gpu.findings import Finding, attempt, naming, worst_of
 from benchmarks.gpu.precisions import EXACT
 from benchmarks.gpu.problems import PROBLEMS, Problem
 from benchmarks.gpu.training import SIZES, STEPS, Training, calls, error_of
@@ -41,15 +41,7 @@ def look(device: str, name: str) -> Finding:
                 with naming(problem_name), calls(size):
                     error = error_of(rewards(problem, device, STREAMS[name]), rewards(problem, device, None))
                 errors[problem_name] = max(error, errors.get(problem_name, 0.0))
-    worst = max(errors, key=lambda problem_name: errors[problem_name])
-    return Finding(
-        SECTION,
-        name,
-        f"error {errors[worst]:.1e} ({worst})",
-        f"error {EXACT.tolerance:.0e}",
-        judged(errors[worst] <= EXACT.tolerance),
-        {f"error of {problem_name}": error for problem_name, error in errors.items()},
-    )
+    return worst_of(SECTION, name, errors, EXACT.tolerance)
 
 
 def rewards(problem: Problem, device: str, choose: Choice | None) -> Tensor:

@@ -104,7 +104,7 @@ def without_trimming() -> str:
     ]
     note = (
         "gpt-6, as it is, and with `MALLOC_TRIM_THRESHOLD_` and `MALLOC_MMAP_THRESHOLD_` at 8000000000. With interleaving the tape is freed and filled again every second step. The C library gives its memory "
-        "back to the system in between, and 39,000 page faults a step are the price; on a GPU torch keeps what is freed."
+        "back to the system in between, and has to ask for it again; on a GPU torch keeps what is freed."
     )
     return "\n".join([note, "", "| time / memory | as it is | freed memory kept |", "|---|---|---|", *lines])
 
