@@ -33,6 +33,7 @@ from inloop_lab.augmentation.settings import SEARCHES_A_SPACE, AugmentSettings
 from inloop_lab.data.images import ImageData
 from inloop_lab.networks.wide_resnet import make_wide_resnet
 from inloop_lab.runs.seed import Bar
+from inloop_lab.runs.states import Stateful, load_parts, save_parts
 
 SNAPSHOTS = 8  # how many times a run records its whole policy
 
@@ -182,23 +183,16 @@ class AugmentExperiment:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            # Without the step that waits for its reward: the tape of a large network is too large.
-            "learner": None if self.learner is None else self.learner.state_dict(),
-            "generators": [generator.get_state() for generator in self.generators],
-            "torch": torch.get_rng_state(),
-        }
+        return save_parts(self._parts()) | {"generators": [generator.get_state() for generator in self.generators]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        if self.learner is not None:
-            self.learner.load_state_dict(state["learner"])
+        load_parts(self._parts(), state)
         for generator, saved in zip(self.generators, state["generators"], strict=True):
             generator.set_state(saved)
-        torch.set_rng_state(state["torch"])
+
+    def _parts(self) -> dict[str, Stateful]:
+        parts: dict[str, Stateful] = {"model": self.model, "optimizer": self.optimizer}
+        return parts if self.learner is None else parts | {"learner": self.learner}
 
 
 def rounded(values: Tensor) -> list[Any]:

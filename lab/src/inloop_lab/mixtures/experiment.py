@@ -22,6 +22,7 @@ from inloop_lab.mixtures.domains import Domains, batch_of
 from inloop_lab.mixtures.settings import LEARNED, MixtureSettings
 from inloop_lab.networks.transformers import Transformer
 from inloop_lab.runs.seed import Bar
+from inloop_lab.runs.states import Stateful, load_parts, save_parts
 from inloop_lab.text.domains import IGNORED, Rows
 
 PERIODS = 20  # how often a run is evaluated and saved
@@ -150,24 +151,20 @@ class MixtureExperiment:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "schedule": self.schedule.state_dict(),
-            "mixture": self.mixture.state_dict(),
-            "learner": self.learner.state_dict(),  # it drops the step that waits for its reward, saved or not
-            "judge": self.judge.get_state(),
-            "torch": torch.get_rng_state(),
-        }
+        return save_parts(self._parts()) | {"judge": self.judge.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.schedule.load_state_dict(state["schedule"])
-        self.mixture.load_state_dict(state["mixture"])
-        self.learner.load_state_dict(state["learner"])
+        load_parts(self._parts(), state)
         self.judge.set_state(state["judge"])
-        torch.set_rng_state(state["torch"])
+
+    def _parts(self) -> dict[str, Stateful]:
+        return {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "schedule": self.schedule,
+            "mixture": self.mixture,
+            "learner": self.learner,
+        }
 
 
 def make_model(settings: MixtureSettings, num_tokens: int) -> nn.Module:

@@ -22,6 +22,7 @@ from inloop.verdicts import SourceVerdict
 from inloop_lab.data.images import ImageData, to_input
 from inloop_lab.networks.small import make_network
 from inloop_lab.runs.seed import Bar
+from inloop_lab.runs.states import Stateful, load_parts, save_parts
 from inloop_lab.splits.noise import NOISY_SPLIT, make_splits, noisy_split
 from inloop_lab.splits.settings import SplitSettings
 
@@ -125,21 +126,13 @@ class SplitExperiment:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "mixture": self.mixture.state_dict(),
-            # It drops the step that waits for its reward; train_to_end calls it after every epoch, saved or not.
-            "learner": self.learner.state_dict(),
-            "torch": torch.get_rng_state(),
-        }
+        return save_parts(self._parts())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.mixture.load_state_dict(state["mixture"])
-        self.learner.load_state_dict(state["learner"])
-        torch.set_rng_state(state["torch"])
+        load_parts(self._parts(), state)
+
+    def _parts(self) -> dict[str, Stateful]:
+        return {"model": self.model, "optimizer": self.optimizer, "mixture": self.mixture, "learner": self.learner}
 
 
 def row_of(verdict: SourceVerdict) -> dict[str, Any]:
